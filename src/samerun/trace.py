@@ -7,6 +7,7 @@ neither torch nor NumPy. A last line that a crash cut off is reported and ignore
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -429,13 +430,21 @@ def _parse_state(body: Mapping[str, Any]) -> StateLine:
     return StateLine(when=str(body["when"]), update=int(body["update"]), body=rest)
 
 
+def _parse_boundary(body: Mapping[str, Any]) -> BoundaryLine:
+    return BoundaryLine(what=str(body["what"]), update=int(body["update"]))
+
+
+def _parse_end(body: Mapping[str, Any]) -> EndLine:
+    return EndLine(reason=str(body["reason"]), updates=int(body["updates"]))
+
+
 _PARSERS: dict[str, Any] = {
     "update": _parse_update,
     "eval": _parse_eval,
     "state": _parse_state,
     "digest": dict,
-    "boundary": lambda body: BoundaryLine(what=str(body["what"]), update=int(body["update"])),
-    "end": lambda body: EndLine(reason=str(body["reason"]), updates=int(body["updates"])),
+    "boundary": _parse_boundary,
+    "end": _parse_end,
 }
 
 
@@ -491,7 +500,7 @@ def _check_ends(trace: Trace) -> Iterator[Problem]:
 def _check_indices(trace: Trace) -> Iterator[Problem]:
     for rank in trace.ranks:
         done = [line.update for line in rank.updates if not line.skipped]
-        for before, after in zip(done, done[1:], strict=False):
+        for before, after in itertools.pairwise(done):
             if after != before + 1:
                 yield Problem(
                     "SR-TRACE-INDEX",
@@ -520,7 +529,7 @@ def _check_agreement(trace: Trace) -> Iterator[Problem]:
             if name := _first_difference(left, right):
                 yield Problem(
                     "SR-TRACE-DISAGREE",
-                    f"{name} of update {left.update} is not the same on ranks {lead.header.rank} and {rank.header.rank}",
+                    f"ranks {lead.header.rank} and {rank.header.rank} give another {name} for update {left.update}",
                     where={"rank": rank.header.rank, "update": left.update},
                     hint="give `record` the global value (reduced over the batch replicas), not this rank's",
                     expected=getattr(left, name),
