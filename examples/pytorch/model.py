@@ -1,7 +1,7 @@
 """A small byte-level GPT: everything that makes real checkpoints hard to move, in a few hundred thousand parameters.
 
-Embedding and output head share one weight; the MLP is gated and has biases; the head's bias is frozen; the rotary table
-is a persistent buffer; 259 tokens and an MLP width of 214 do not divide by 3 or by 4.
+Embedding and output head share one weight; the MLP is gated and has biases; the prior over tokens is a frozen parameter;
+the rotary table is a persistent buffer; 259 tokens and an MLP width of 214 do not divide by 3 or by 4.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(NUM_TOKENS, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.head = nn.Linear(config.dim, NUM_TOKENS)
-        self.head.bias.requires_grad_(False)  # the bytes' log frequencies: set once, never trained
+        self.head = nn.Linear(config.dim, NUM_TOKENS, bias=False)
+        self.prior = nn.Parameter(torch.zeros(NUM_TOKENS), requires_grad=False)  # the tokens' log frequencies
         self.register_buffer("rope", rotary_table(config), persistent=True)
         if config.tied:
             self.tie()
@@ -114,7 +114,7 @@ class GPT(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.rope)
-        return self.head(self.norm(x).flatten(0, 1)).float()
+        return self.head(self.norm(x)).flatten(0, 1).float() + self.prior
 
 
 def initialize(model: GPT, log_frequencies: Tensor, seed: int) -> None:
@@ -133,7 +133,7 @@ def initialize(model: GPT, log_frequencies: Tensor, seed: int) -> None:
                 parameter.fill_(1.0)
             else:
                 parameter.zero_()
-        model.head.bias.copy_(log_frequencies)
+        model.prior.copy_(log_frequencies)
 
 
 def rotary_table(config: GPTConfig) -> Tensor:
