@@ -208,7 +208,7 @@ class SourceBatch:
         wrong += [f"{name} is missing" for name in names if name not in values]
         if wrong:
             hint = "it looks like replicas=16,micro=2,accum=8"
-            raise UsageError([Problem("SR-BATCH-FROM", each, hint=hint, found=text) for each in wrong])
+            raise UsageError([Problem("SR-BATCH-FROM", f"--from: {each}", hint=hint) for each in wrong])
         return cls(**values)
 
 
