@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# One command: sets up whatever is missing, then runs everything that CI runs. Arguments go to pytest, and then only
+# pytest runs, e.g.: scripts/test.sh tests/unit -k layout
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
+cd "$top"
+export OMP_NUM_THREADS=1
+if [ $# -eq 0 ]; then
+  ruff format --check src tests examples benchmarks scripts
+  ruff check src tests examples benchmarks scripts
+  lint-imports
+  pyright
+fi
+exec python -m pytest "$@"
