@@ -1,0 +1,266 @@
+"""Tolerances: how far a candidate may lie from the control, per metric and update, and where that limit comes from.
+
+A limit is declared before any candidate runs, from one of three places, and the band remembers which:
+
+* `control`: the reference was run again with a harmlessly different order of summation. What those two runs differ
+  by is what rounding alone does to this model on this data, so the limit is
+  `max(floor, factor x the largest deviation seen up to that update)`. The running maximum is taken because rounding
+  differences feed back through the weights and do not shrink again, while a single update may agree by luck.
+* `precision`: the controls repeat bit for bit, or there is only one; the floor alone is the limit.
+* `user`: a number and a reason, taken as they are.
+
+The floor is numerical analysis, not experience: two orders of summing the same n rounded terms differ by about
+`u * sqrt(n)` and hardly ever by more than a small multiple of it, with `u` the unit round-off (Higham and Mary, "A new
+approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5), 2019). A mean divides by n, so the
+rounding of its n terms leaves a relative `u / sqrt(n)`; the accumulation itself runs in fp32 and leaves a few `u32`.
+Hence `floor = growth x max(u32, u / sqrt(n))`, where the growth factor says how much arithmetic lies between the inputs
+and the metric. See `GROWTH` for the factors and `CEILING` for the point at which a band no longer judges anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+from samerun.core.dtype import DTYPES, DType
+from samerun.errors import Problem
+
+METRICS = ("loss", "grad_norm", "update_norm", "parameter_delta", "eval_loss", "eval_logits")
+
+GROWTH: Mapping[str, float] = {
+    "loss": 16.0,  # one mean over all tokens behind the whole forward pass
+    "grad_norm": 64.0,  # forward, backward and a sum of squares over all parameters
+    "update_norm": 64.0,  # the same, through the optimizer, which divides by small numbers
+    "parameter_delta": 256.0,  # one tensor alone: nothing averages its noise away
+    "eval_loss": 16.0,
+    "eval_logits": 64.0,  # the largest of many, against the largest logit
+}
+"""How many unit round-offs of difference are ordinary for each metric when only the order of sums changed."""
+
+CEILING: Mapping[str, float] = {
+    "loss": 0.02,
+    "grad_norm": 0.25,
+    "update_norm": 0.25,
+    "parameter_delta": 0.5,
+    "eval_loss": 0.05,
+    "eval_logits": 0.1,
+}
+"""Largest relative limit that still judges something. Beyond it a halved learning rate, a reset optimizer or a wrong
+batch could hide inside the band, so the answer is to abstain."""
+
+Origin = Literal["control", "precision", "user"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """The limit for one metric, update by update.
+
+    `limits[i]` belongs to update `first_update + i`; a metric measured once (evaluation) has one limit. `observed` are
+    the controls' own deviations, in the same order. `tensor` names the tensor for `parameter_delta`.
+    """
+
+    metric: str
+    first_update: int
+    limits: tuple[float, ...]
+    origin: Origin
+    absolute: bool = False
+    floor: float = 0.0
+    factor: float | None = None
+    observed: tuple[float, ...] = ()
+    reason: str = ""
+    tensor: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.metric not in METRICS:
+            raise ValueError(f"unknown metric {self.metric!r}; known: {', '.join(METRICS)}")
+        if not self.limits:
+            raise ValueError(f"the band for {self.metric} has no limits")
+        if bad := [limit for limit in self.limits if math.isnan(limit) or limit < 0]:
+            raise ValueError(f"limits for {self.metric} must be 0 or more, not {bad[0]!r}")
+
+    def limit(self, update: int) -> float:
+        """Returns the limit at `update`. Raises ValueError outside the window the band was made for."""
+        index = update - self.first_update
+        if not 0 <= index < len(self.limits):
+            last = self.first_update + len(self.limits) - 1
+            raise ValueError(f"update {update} is outside the band for {self.metric}, {self.first_update}..{last}")
+        return self.limits[index]
+
+    def covers(self, update: int) -> bool:
+        """Returns whether the band has a limit for `update`."""
+        return 0 <= update - self.first_update < len(self.limits)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the form that is sealed."""
+        return {
+            "metric": self.metric,
+            "tensor": self.tensor,
+            "origin": self.origin,
+            "absolute": self.absolute,
+            "first_update": self.first_update,
+            "limits": list(self.limits),
+            "floor": self.floor,
+            "factor": self.factor,
+            "observed": list(self.observed),
+            "reason": self.reason,
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Self:
+        """Reads the sealed form back."""
+        fields = dict(body)
+        return cls(**{**fields, "limits": tuple(fields["limits"]), "observed": tuple(fields["observed"])})
+
+
+def deviation(control: float, candidate: float, *, absolute: bool = False) -> float:
+    """Returns how far `candidate` lies from `control`: relative to the control unless `absolute`.
+
+    A control of exactly zero makes the deviation absolute: relative to nothing, everything is infinite. Two numbers of
+    which one is not finite are infinitely far apart, never equal.
+
+    >>> deviation(2.0, 2.5)
+    0.25
+    >>> deviation(1.0, float("nan"))
+    inf
+    """
+    if not (math.isfinite(control) and math.isfinite(candidate)):
+        return math.inf
+    distance = abs(candidate - control)
+    return distance if absolute or control == 0 else distance / abs(control)
+
+
+def deviations(
+    control: Sequence[float], candidate: Sequence[float], *, absolute: bool = False
+) -> tuple[float, ...]:
+    """Returns the deviation update by update. Raises ValueError when the two cover different numbers of updates."""
+    if len(control) != len(candidate):
+        raise ValueError(f"cannot compare {len(control)} updates with {len(candidate)}")
+    return tuple(deviation(a, b, absolute=absolute) for a, b in zip(control, candidate, strict=True))
+
+
+def running_max(values: Sequence[float]) -> tuple[float, ...]:
+    """Returns, at each place, the largest value so far.
+
+    >>> running_max([1.0, 0.5, 2.0])
+    (1.0, 1.0, 2.0)
+    """
+    largest = 0.0
+    result: list[float] = []
+    for value in values:
+        largest = max(largest, value)
+        result.append(largest)
+    return tuple(result)
+
+
+def precision_floor(metric: str, dtype: DType, num_terms: int) -> float:
+    """Returns the relative difference that a changed order of sums may make to `metric` (see the module's formula).
+
+    Args:
+        metric: one of `METRICS`.
+        dtype: the type in which activations and gradients are computed.
+        num_terms: how many per-token (or per-sample) terms the metric averages; at least 1.
+    """
+    accumulation = DTYPES["float32"].unit_roundoff if dtype.num_bytes <= 4 else dtype.unit_roundoff
+    return GROWTH[metric] * max(accumulation, dtype.unit_roundoff / math.sqrt(max(num_terms, 1)))
+
+
+def band_from_controls(
+    metric: str,
+    first_update: int,
+    observed: Sequence[Sequence[float]],
+    *,
+    factor: float,
+    floor: float,
+    absolute: bool = False,
+    tensor: str | None = None,
+) -> Band:
+    """Returns the band that repeated controls give: `max(floor, factor x running maximum)` at each update.
+
+    Args:
+        metric: one of `METRICS`.
+        first_update: the update that the first deviation belongs to.
+        observed: one row of deviations per repetition, each against the first control; at least one row.
+        factor: how many times the observed variation is allowed.
+        floor: smallest limit, in the same unit as the deviations.
+        absolute: whether the deviations are absolute.
+        tensor: the tensor's name, for a metric that is measured per tensor.
+    """
+    worst = tuple(max(column) for column in zip(*observed, strict=True))
+    largest = running_max(worst)
+    return Band(
+        metric=metric,
+        tensor=tensor,
+        first_update=first_update,
+        limits=tuple(max(floor, factor * value) for value in largest),
+        origin="control" if max(largest) > 0 else "precision",
+        absolute=absolute,
+        floor=floor,
+        factor=factor,
+        observed=worst,
+    )
+
+
+def band_from_precision(
+    metric: str, first_update: int, num_updates: int, *, floor: float, absolute: bool = False, tensor: str | None = None
+) -> Band:
+    """Returns a band whose limit is the floor alone: numerical analysis without a repeated control."""
+    return Band(
+        metric=metric,
+        tensor=tensor,
+        first_update=first_update,
+        limits=(floor,) * num_updates,
+        origin="precision",
+        absolute=absolute,
+        floor=floor,
+    )
+
+
+def band_from_user(
+    metric: str, first_update: int, num_updates: int, *, limit: float, reason: str, absolute: bool = False
+) -> Band:
+    """Returns a band with the user's own limit and the reason given for it."""
+    return Band(
+        metric=metric,
+        first_update=first_update,
+        limits=(limit,) * num_updates,
+        origin="user",
+        absolute=absolute,
+        reason=reason,
+    )
+
+
+def for_tensor(band: Band, tensor: str) -> Band:
+    """Returns the same band for one named tensor."""
+    return replace(band, tensor=tensor)
+
+
+def check_band(band: Band) -> list[Problem]:
+    """Returns a finding when the band is too wide to judge anything: the controls disagree with each other too much.
+
+    A limit that the user gave is the user's decision and is not questioned; neither is an absolute one, whose scale is
+    not known here.
+    """
+    ceiling = CEILING[band.metric]
+    if band.origin == "user" or band.absolute:
+        return []
+    too_wide = [index for index, limit in enumerate(band.limits) if limit > ceiling]
+    if not too_wide:
+        return []
+    first = too_wide[0]
+    return [
+        Problem(
+            "SR-CONTROL-NOISY",
+            f"the controls differ so much in {band.metric} that no candidate could be judged by it",
+            where={"update": band.first_update + first, "key": band.metric, "stage": "control"},
+            expected=f"a limit of at most {ceiling:g}",
+            found=f"{band.limits[first]:.3g}, from a deviation of {_at(band.observed, first):.3g} between the controls",
+            hint="make the run more repeatable (deterministic kernels, fp32, dropout off), shorten the window, or give "
+            f"tolerances.{band.metric} your own limit with its reason",
+        )
+    ]
+
+
+def _at(observed: Sequence[float], index: int) -> float:
+    return max(observed[: index + 1], default=math.nan)
