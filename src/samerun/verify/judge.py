@@ -78,7 +78,7 @@ RULES: tuple[Rule, ...] = (
          "did every trainable tensor move, and no frozen one?"),
     Rule("boundaries", (_WINDOW,), ("SR-UPD-BOUNDARY",), "were logging and evaluation crossed?"),
     Rule("numerics", _UPDATES, (), "do loss, gradient norm and updates stay in their bands?", whole=_UPDATES),
-    Rule("checkpoint", (STAGES[0],), ("SR-FILE-",), "is the checkpoint whole and resumable?", whole=(STAGES[0],)),
+    Rule("checkpoint", (STAGES[0],), ("SR-FILE-", "SR-COV-", "SR-RES-"), "is the checkpoint whole and resumable?", whole=(STAGES[0],)),
 )  # fmt: skip
 
 _CAUSAL = (
@@ -221,7 +221,7 @@ def _unexamined(results: Mapping[str, StageResult]) -> list[Problem]:
 def rule_of(stage: str, code: str) -> str:
     """Returns the name of the criterion that a finding of a stage belongs to."""
     for rule in RULES:
-        if code.startswith(rule.codes) and (rule.codes != ("SR-FILE-",) or stage in rule.stages or not stage):
+        if rule.codes and code.startswith(rule.codes):
             return rule.name
     return next((rule.name for rule in RULES if stage in rule.whole), "job")
 
