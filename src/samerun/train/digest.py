@@ -1,0 +1,137 @@
+"""The additive digest over torch tensors, on whatever device they are: shard by shard, nothing gathered.
+
+Same numbers as `samerun.core.digest`. torch has no unsigned 64-bit arithmetic worth the name, so the sums run in int64,
+whose wrap-around is the same arithmetic modulo 2**64; only the right shifts need their sign bits masked off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from samerun.core.digest import MASK, MULTIPLIER_1, MULTIPLIER_2, STRIDE, box_runs, complex_as_two, digest_seed, to_hex
+from samerun.core.dtype import DType, parse_dtype
+from samerun.train.shards import LocalShard, local_shard
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_CPU_CHUNK_ELEMENTS = 1 << 15
+_DEVICE_CHUNK_ELEMENTS = 1 << 24
+
+
+def dtype_of(tensor: torch.Tensor) -> DType:
+    """Returns the element type of `tensor`. Raises ValueError for one that samerun does not know."""
+    return parse_dtype(str(tensor.dtype))
+
+
+def digest_shard(key: str, shard: LocalShard) -> int:
+    """Returns the digest of the part of a tensor that this rank holds. Local: no communication.
+
+    The digests of all ranks that together hold one replica add up (modulo 2**64) to the tensor's digest.
+    """
+    dtype = dtype_of(shard.local)
+    seed = digest_seed(key, dtype, shard.shape)
+    total = 0
+    for offsets, part in shard.boxes():
+        total += _digest_box(part, *complex_as_two(dtype, shard.shape, offsets, part.shape), seed)
+    return total & MASK
+
+
+def digest_tensor(key: str, tensor: torch.Tensor) -> str:
+    """Returns the digest of a whole plain tensor as 16 hexadecimal digits."""
+    return to_hex(digest_shard(key, LocalShard.whole(tensor)))
+
+
+def state_fingerprint(model: nn.Module | Sequence[nn.Module], optimizer: object = None) -> dict[str, str]:
+    """Returns a digest of everything that this rank holds of model and optimizer, by tensor key.
+
+    Local and cheap: no communication, and only good for comparing this rank with itself, before and after something
+    that must not change the state. Buffers that are not saved are included: an evaluation may not move them either.
+    """
+    from samerun.train.named import named_buffers, named_optimizer_tensors, named_parameters
+
+    tensors = {f"param:{name}": tensor for name, tensor in named_parameters(model).items()}
+    tensors |= {f"buffer:{name}": tensor for name, tensor in named_buffers(model, persistent_only=False).items()}
+    if optimizer is not None:
+        tensors |= named_optimizer_tensors(model, optimizer)
+    shards = {key: local_shard(tensor) for key, tensor in tensors.items()}
+    return {key: to_hex(digest_shard(key, shard)) for key, shard in shards.items() if shard is not None}
+
+
+def _digest_box(
+    part: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], seed: int
+) -> int:
+    import torch
+
+    runs = box_runs(shape, offsets, sizes)
+    if not runs.length:
+        return 0
+    bits = _as_integers(part)
+    chunk = _CPU_CHUNK_ELEMENTS if part.device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
+    if len(runs.starts) == 1:
+        return _digest_run(bits, int(runs.starts[0]), seed, chunk)
+    starts = torch.from_numpy(runs.starts.view("int64")).to(part.device)
+    return _digest_rows(bits.view(len(runs.starts), runs.length), starts, seed, chunk)
+
+
+def _digest_run(bits: torch.Tensor, start: int, seed: int, chunk: int) -> int:
+    """Sums the terms of consecutive elements; `start` is the first one's global index."""
+    import torch
+
+    steps = torch.arange(min(chunk, bits.numel()), dtype=torch.int64, device=bits.device).mul_(_signed(STRIDE))
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for first in range(0, bits.numel(), chunk):
+        part = bits[first : first + chunk]
+        z = steps[: part.numel()] + _signed(seed + (start + first) * STRIDE)
+        total += _mixed_sum(z.bitwise_xor_(_widen(part)))
+    return int(total.item()) & MASK
+
+
+def _digest_rows(bits: torch.Tensor, starts: torch.Tensor, seed: int, chunk: int) -> int:
+    """Sums the terms of equally long runs; `starts` holds their first global indices, `bits` one run per row."""
+    import torch
+
+    num_rows, length = bits.shape
+    if length > chunk:
+        return sum(_digest_run(bits[row], int(starts[row]), seed, chunk) for row in range(num_rows))
+    steps = torch.arange(length, dtype=torch.int64, device=bits.device).mul_(_signed(STRIDE))
+    row_keys = starts.mul(_signed(STRIDE)).add_(_signed(seed))
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    rows = max(1, chunk // length)
+    for first in range(0, num_rows, rows):
+        z = row_keys[first : first + rows, None] + steps[None, :]
+        total += _mixed_sum(z.bitwise_xor_(_widen(bits[first : first + rows])))
+    return int(total.item()) & MASK
+
+
+def _mixed_sum(z: torch.Tensor) -> torch.Tensor:
+    z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(MULTIPLIER_1))
+    z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(MULTIPLIER_2))
+    return z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1)).sum()
+
+
+def _as_integers(part: torch.Tensor) -> torch.Tensor:
+    """Returns the elements' bits as a vector of signed integers of the elements' own width."""
+    import torch
+
+    flat = part.detach().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+
+
+def _widen(bits: torch.Tensor) -> torch.Tensor:
+    """Zero-extends to 64 bits."""
+    import torch
+
+    width = bits.element_size()
+    wide = bits.to(torch.int64)
+    return wide.bitwise_and_((1 << 8 * width) - 1) if width in (2, 4) else wide
+
+
+def _signed(number: int) -> int:
+    """Returns the int64 that has the bits of `number` modulo 2**64."""
+    number &= MASK
+    return number - (1 << 64) if number >> 63 else number

@@ -1,0 +1,43 @@
+"""Objects beside the tensors: what they would be saved as, and the state of each rank's random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from samerun.core.digest import to_hex
+from samerun.core.plain import plain
+from samerun.train.agree import gather_number
+from samerun.train.digest import digest_tensor
+
+
+def object_state(value: Any, name: str) -> Any:
+    """Returns what `value` would be saved as (its `state_dict`, if it has one) as plain, comparable data."""
+    if isinstance(value, list | tuple) and any(hasattr(item, "state_dict") for item in cast("Sequence[Any]", value)):
+        return [object_state(item, f"{name}.{number}") for number, item in enumerate(cast("Sequence[Any]", value))]
+    save: Any = getattr(value, "state_dict", None)
+    return plain(save() if callable(save) else value, name, _array_of)
+
+
+def _array_of(value: Any) -> Any:
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return None
+    tensor: Any = value.detach()
+    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).cpu().contiguous()
+    if local.dtype == torch.bfloat16 or str(local.dtype).startswith("torch.float8"):
+        import ml_dtypes
+
+        width = torch.int16 if local.element_size() == 2 else torch.uint8
+        return local.view(width).numpy().view(getattr(ml_dtypes, str(local.dtype).removeprefix("torch.")))
+    return local.numpy()
+
+
+def rng_digests() -> dict[str, str]:
+    """Returns each rank's torch RNG state as a digest, by rank. Collective."""
+    import torch
+
+    state = int(digest_tensor("rng:torch", torch.get_rng_state()), 16)
+    low, high = gather_number(state & 0xFFFF_FFFF), gather_number(state >> 32)
+    return {str(rank): to_hex(top << 32 | bottom) for rank, (bottom, top) in enumerate(zip(low, high, strict=True))}
