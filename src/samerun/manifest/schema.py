@@ -34,7 +34,7 @@ def schema_text() -> str:
 
 def known_keys(path: Path) -> tuple[str, ...]:
     """Returns the keys that the mapping at `path` may hold; empty where there is no mapping or any key goes."""
-    return tuple(key for node in _nodes(path) for key in node.get("properties", {}))
+    return tuple(dict.fromkeys(key for node in _nodes(path) for key in node.get("properties", {})))
 
 
 def accepted(path: Path) -> str:
