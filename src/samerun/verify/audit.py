@@ -165,7 +165,12 @@ def check_audit(audit: Audit, *, replay_bound: int = 0, omission_bound: int = 0)
     problems = [
         _finding(code, text, items, severity, bound)
         for code, text, items, bound in (
-            ("SR-SAMPLE-REPLAYED", "were consumed again although the run had consumed them", audit.replayed, replay_bound),
+            (
+                "SR-SAMPLE-REPLAYED",
+                "were consumed again although the run had consumed them",
+                audit.replayed,
+                replay_bound,
+            ),
             ("SR-SAMPLE-OVERLAP", "were given out twice within one update", audit.overlap, replay_bound),
             ("SR-SAMPLE-OTHER", "were consumed that the control does not consume in this window", audit.other, 0),
             ("SR-SAMPLE-OMITTED", "were passed over", audit.omitted, omission_bound),
@@ -183,9 +188,7 @@ def check_audit(audit: Audit, *, replay_bound: int = 0, omission_bound: int = 0)
     ]
 
 
-def _finding(
-    code: str, text: str, items: Sequence[tuple[int, Any]], severity: Severity, bound: int
-) -> Problem:
+def _finding(code: str, text: str, items: Sequence[tuple[int, Any]], severity: Severity, bound: int) -> Problem:
     return Problem(
         code,
         f"{len(items)} samples {text}",

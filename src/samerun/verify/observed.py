@@ -215,9 +215,7 @@ def _alike(one: Any, other: Any) -> bool:
     return math.isclose(a, b, rel_tol=RANK_AGREEMENT)
 
 
-def _check_peers(
-    update: int, lines: Mapping[int, Line], replicas: Mapping[int, tuple[int, bool]]
-) -> list[Problem]:
+def _check_peers(update: int, lines: Mapping[int, Line], replicas: Mapping[int, tuple[int, bool]]) -> list[Problem]:
     seen: dict[int, tuple[int, list[Any]]] = {}
     problems: list[Problem] = []
     for rank in sorted(lines):
