@@ -104,10 +104,8 @@ def _print(trace: Trace, show_all: bool) -> None:
         out.print(f"state {state.when} at update {state.update}: digest {state.body.get('state', 'not recorded')}")
     for line in lead.evals:
         same = "changed nothing" if line.state_unchanged and line.rng_unchanged else "CHANGED the state"
-        out.print(
-            f"evaluation at update {line.update}: {line.num_examples} examples, mean loss {_number(_mean(line.losses))}, "
-            f"{same}"
-        )
+        loss = _number(_mean(line.losses))
+        out.print(f"evaluation at update {line.update}: {line.num_examples} examples, mean loss {loss}, {same}")
     if lead.updates:
         out.print(_table(trace, show_all))
     crossed = ", ".join(f"{line.what} {line.update}" for line in lead.boundaries[-12:])
