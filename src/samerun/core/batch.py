@@ -208,7 +208,7 @@ class SourceBatch:
         wrong += [f"{name} is missing" for name in names if name not in values]
         if wrong:
             hint = "it looks like replicas=16,micro=2,accum=8"
-            raise UsageError([Problem("SR-BATCH-FROM", each, hint=hint, found=text) for each in wrong])
+            raise UsageError([Problem("SR-BATCH-FROM", f"--from: {each}", hint=hint) for each in wrong])
         return cls(**values)
 
 
@@ -346,7 +346,7 @@ def _check_counts(global_batch: int, replicas: int, max_microbatch: int) -> Iter
     if not wrong and (cells := -(-global_batch // (replicas * max_microbatch)) * replicas) > MAX_CELLS:
         yield Problem(
             "SR-BATCH-HUGE",
-            f"dealing {global_batch} to {replicas} replicas at most {max_microbatch} at a time makes {cells} microbatches",
+            f"{global_batch} dealt to {replicas} replicas, at most {max_microbatch} at a time: {cells} microbatches",
             hint="raise the largest microbatch, or check the global batch: is it samples, not tokens?",
             expected=f"at most {MAX_CELLS}",
             found=cells,
@@ -362,7 +362,7 @@ def _about_tokens() -> Problem:
         "SR-BATCH-TOKENS",
         "samples are whole: token budgets say how much fits, not which samples make up an update",
         severity=Severity.WARNING,
-        hint="measure the valid tokens of each sample; passes are a lower bound and utilisation an upper bound until then",
+        hint="measure each sample's valid tokens; until then passes are a lower and utilisation an upper bound",
     )
 
 
