@@ -78,7 +78,8 @@ RULES: tuple[Rule, ...] = (
          "did every trainable tensor move, and no frozen one?"),
     Rule("boundaries", (_WINDOW,), ("SR-UPD-BOUNDARY",), "were logging and evaluation crossed?"),
     Rule("numerics", _UPDATES, (), "do loss, gradient norm and updates stay in their bands?", whole=_UPDATES),
-    Rule("checkpoint", (STAGES[0],), ("SR-FILE-", "SR-COV-", "SR-RES-"), "is the checkpoint whole and resumable?", whole=(STAGES[0],)),
+    Rule("checkpoint", (STAGES[0],), ("SR-FILE-", "SR-COV-", "SR-RES-"), "is the checkpoint whole and resumable?",
+         whole=(STAGES[0],)),
 )  # fmt: skip
 
 _CAUSAL = (
