@@ -1,0 +1,1 @@
+"""Checks: the structure of a checkpoint, its load, its updates, and the verdict."""
