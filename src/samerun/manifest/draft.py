@@ -17,19 +17,14 @@ from typing import Any, cast
 from samerun.core.dtype import parse_dtype
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role
+from samerun.core.tolerance import precision_floor
 from samerun.manifest.models import METRICS, PLACEHOLDERS, Declare
-
-FLOORS: dict[str, dict[str, float]] = {
-    "float64": dict(zip(METRICS, (1e-12, 1e-11, 1e-11, 1e-12, 1e-11, 1e-10), strict=True)),
-    "float32": dict(zip(METRICS, (1e-6, 1e-5, 1e-5, 1e-6, 1e-5, 1e-4), strict=True)),
-    "float16": dict(zip(METRICS, (1e-3, 5e-3, 5e-3, 1e-3, 5e-3, 1e-2), strict=True)),
-    "bfloat16": dict(zip(METRICS, (5e-3, 1e-2, 1e-2, 5e-3, 2e-2, 2e-2), strict=True)),
-}
-"""Smallest bands that a draft proposes, by compute type: about 16 times the unit round-off of float32 for a mean over
-thousands of terms, and what projects state for bfloat16 (5e-3 of the loss). Controls widen them, never narrow them."""
 
 FACTOR = 10
 """Bands that a draft proposes are this many times what two controls differ by."""
+
+ASSUMED_TERMS = 256
+"""How many tokens an update is taken to average over, for the floors, where the checkpoint does not count them."""
 
 _FRAMEWORKS = {
     "dcp": "pytorch",
@@ -347,16 +342,18 @@ def _put_control(draft: _Draft) -> None:
 
 def _put_tolerances(draft: _Draft, facts: _Facts) -> None:
     precision = _precision(facts)[0]
-    kind = (
-        precision if precision in FLOORS else next((d for d in _stored_dtypes(facts.state) if d in FLOORS), "float32")
-    )
+    kind = parse_dtype(precision if isinstance(precision, str) else next(iter(_stored_dtypes(facts.state)), "float32"))
+    progress = facts.state.progress
+    terms = progress.tokens // progress.update if progress.tokens and progress.update else ASSUMED_TERMS
     draft.section("tolerances")
     draft.note(
-        f"Relative bands: factor x what the controls differ by, never below floor. The floors are those of {kind};\n"
-        "lower precision needs wider ones (docs/manifest.md). {from: user, limit: ..., reason: ...} states a band."
+        "Relative bands: factor x what the controls differ by, never below floor. The floors are what another order\n"
+        f"of additions does in {kind.name} over {terms} terms; lower precision needs wider ones (docs/manifest.md).\n"
+        "{from: user, limit: ..., reason: ...} states a band instead."
     )
     for metric in METRICS:
-        draft.put(metric, {"from": "control", "factor": FACTOR, "floor": FLOORS[kind][metric]})
+        floor = float(f"{precision_floor(metric, kind, terms):.1e}")
+        draft.put(metric, {"from": "control", "factor": FACTOR, "floor": floor})
 
 
 def _put_window(draft: _Draft, facts: _Facts) -> None:

@@ -272,17 +272,11 @@ def _violations(data: dict[str, Any], reader: _Reader, questions: tuple[Question
     except ValidationError as error:
         for violation in error.errors(include_url=False):
             keys = _data_path(violation["loc"], data)
-            if violation["type"].startswith("union_tag") and "from" in _keys_of(data, keys):
-                keys = (*keys, "from")
+            value = violation["input"]
+            if violation["type"].startswith("union_tag") and isinstance(value, dict) and "from" in value:
+                keys, value = (*keys, "from"), cast(dict[str, Any], value)["from"]
             if _dotted(keys) not in open_keys | already:
-                yield _as_problem(violation["type"], violation["msg"], violation["input"], keys, reader)
-
-
-def _keys_of(data: Any, keys: Keys) -> frozenset[Any]:
-    node = data
-    for key in keys:
-        node = node[key]
-    return frozenset(cast(dict[str, Any], node)) if isinstance(node, dict) else frozenset()
+                yield _as_problem(violation["type"], violation["msg"], value, keys, reader)
 
 
 def _data_path(location: tuple[int | str, ...], data: Any) -> Keys:

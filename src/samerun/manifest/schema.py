@@ -47,7 +47,8 @@ def accepted(path: Path) -> str:
 
 def describe(path: Path) -> str:
     """Returns the one-sentence description of the field at `path`, or nothing."""
-    return next((node["description"] for node in _nodes(path, whole=True) if "description" in node), "")
+    nodes = [*_nodes(path, whole=True), *_nodes(path)]
+    return next((node["description"] for node in nodes if "description" in node), "")
 
 
 def _drop_titles(node: Any) -> None:
