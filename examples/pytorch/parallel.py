@@ -52,7 +52,7 @@ def parallelize(model: GPT, mesh: DeviceMesh, precision: str) -> None:
     data_mesh = mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
     # "mixed": parameters stay float32 (the optimizer's masters), compute runs in bfloat16, gradients add up in float32.
     policy = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
         if precision == "mixed"
         else MixedPrecisionPolicy(reduce_dtype=torch.float32)
     )

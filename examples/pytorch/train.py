@@ -1,7 +1,10 @@
 """Trains a small byte-level GPT on Python's own sources, on any number of ranks, and resumes on any other number.
 
-torchrun --nproc-per-node 4 train.py --layout dp_shard=4 --updates 12 --save-dir checkpoints
-torchrun --nproc-per-node 3 train.py --layout dp_shard=3 --updates 32 --resume checkpoints/step-12
+    torchrun --standalone --nproc-per-node 4 train.py --layout dp_shard=4 --updates 12 --save-dir checkpoints
+    torchrun --standalone --nproc-per-node 3 train.py --layout dp_shard=3 --updates 32 --resume checkpoints/step-12
+
+An ordinary PyTorch script: FSDP2, HSDP or tensor parallel, AdamW, warm-up and cosine, clipping, accumulation, DCP. The
+lines that samerun adds are marked `# samerun`. Started like this they change nothing: the recorder is inert.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import dataclasses
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +24,10 @@ from data import IGNORE, Batch, load_text
 from model import GPT, SIZES, initialize
 from parallel import make_mesh, parallelize, parse_layout
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from samerun.train import ContributionMean, ElasticSampler, Recorder  # samerun
 
 
 def parse_args() -> argparse.Namespace:
@@ -37,113 +45,196 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-dir", type=Path)
-    parser.add_argument("--save-at", type=int, nargs="*", help="updates to save after (default: the last one)")
+    parser.add_argument("--save-at", type=int, nargs="*", default=[], help="updates to save after, beside the last")
     parser.add_argument("--resume", type=Path, help="a checkpoint directory")
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--eval-every", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=0, help="loader processes per rank")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--trace-dir", type=Path, help="keep a ledger of this run there")
     return parser.parse_args()
 
 
-def make_optimizer(model: GPT, args: argparse.Namespace) -> torch.optim.AdamW:
+def make_optimizer(model: GPT, lr: float) -> torch.optim.AdamW:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0, "lr": 2 * args.lr},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0, "lr": 2 * lr},
     ]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> torch.optim.lr_scheduler.LambdaLR:
+def make_scheduler(optimizer: torch.optim.Optimizer, warmup: int, last: int) -> LambdaLR:
+    """Warm-up, then a cosine down to a tenth at update `last`: a number of its own, not one derived from the ranks."""
+
     def factor(step: int) -> float:
-        if step < args.warmup:
-            return (step + 1) / args.warmup
-        done = min(1.0, (step - args.warmup) / (args.schedule_updates - args.warmup))
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / (last - warmup))))
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return LambdaLR(optimizer, factor)
 
 
 def loss_sum(model: GPT, batch: Batch, device: str) -> torch.Tensor:
-    """Returns the sum of the losses of the valid tokens: the division comes later, over the whole global batch."""
-    logits = model(batch.inputs.to(device))
+    """Returns the *sum* of the losses of the valid tokens; what to divide it by, only the whole global batch knows."""
     targets = batch.targets.to(device).flatten()
-    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(model(batch.inputs.to(device)), targets, ignore_index=IGNORE, reduction="sum")
+
+
+@torch.no_grad()
+def evaluate(model: GPT, batch: Batch, device: str) -> dict[str, torch.Tensor]:
+    """Returns each example's mean loss and its logits. Every rank evaluates the same examples."""
+    was_training = model.training
+    model.eval()
+    logits = model(batch.inputs.to(device))
+    model.train(was_training)
+    model.reshard()  # without a backward pass FSDP2 would leave the root's parameters gathered
+    targets = batch.targets.to(device)
+    losses = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="none").view_as(targets)
+    return {"losses": losses.sum(1) / (targets != IGNORE).sum(1), "logits": logits.view(*targets.shape, -1)}
+
+
+@dataclasses.dataclass
+class Run:
+    """Everything that a checkpoint holds."""
+
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    scheduler: LambdaLR
+    sampler: ElasticSampler
+    progress: dict[str, int]
+    settings: dict[str, Any]  # what the run would silently turn into another one without
+    replica: int
+    device: str
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {
+            "model": model,
+            "optim": optimizer,
+            "scheduler": self.scheduler.state_dict(),
+            "sampler": self.sampler.state_dict(),  # samerun: the committed position, the same for every number of ranks
+            "progress": self.progress,
+            "config": dataclasses.asdict(self.model.config),
+            "settings": self.settings,
+            "rng": {str(self.replica): torch.cuda.get_rng_state() if self.device == "cuda" else torch.get_rng_state()},
+        }
+
+    def save(self, path: Path) -> None:
+        dcp.save(self.state(), checkpoint_id=path)
+
+    def load(self, path: Path) -> None:
+        state = self.state()
+        expected = {"config": dict(state["config"]), "settings": dict(self.settings)}
+        known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        has_rng = f"rng.{self.replica}" in known
+        if not has_rng:  # this replica did not exist when the checkpoint was written: it keeps its own fresh seed
+            del state["rng"]
+        dcp.load(state, checkpoint_id=path)
+        for name, value in expected.items():
+            if value != state[name]:
+                raise SystemExit(
+                    f"--resume: the checkpoint was written with another {name}: {state[name]}, not {value}"
+                )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.sampler.load_state_dict(state["sampler"])  # samerun
+        if has_rng:
+            set_rng = torch.cuda.set_rng_state if self.device == "cuda" else torch.set_rng_state
+            set_rng(state["rng"][str(self.replica)])
 
 
 def main() -> None:
     args = parse_args()
+    recorder = Recorder.from_env(args.trace_dir)  # samerun
     layout = parse_layout(args.layout)
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     mesh = make_mesh(layout, args.device)
+    # Ranks of one tensor-parallel group work on the same samples: they are one batch replica.
     replicas = layout["dp_replicate"] * layout["dp_shard"]
     replica = mesh["dp_replicate"].get_local_rank() * layout["dp_shard"] + mesh["dp_shard"].get_local_rank()
 
     config = dataclasses.replace(SIZES[args.size], dropout=args.dropout)
-    text, fixed = load_text(config.block, args.size)
+    text, fixed_examples = load_text(config.block, args.size)
     model = GPT(config)
     initialize(model, text.log_frequencies(), args.seed)
-    if args.precision == "bfloat16":
-        model.to(torch.bfloat16)
-    model.to(args.device)
+    model.to(args.device, torch.bfloat16 if args.precision == "bfloat16" else None)
     parallelize(model, mesh, args.precision)
-    optimizer = make_optimizer(model, args)
-    scheduler = make_scheduler(optimizer, args)
-    torch.manual_seed(args.seed + 1000 * replica)
+    optimizer = make_optimizer(model, args.lr)
+    scheduler = make_scheduler(optimizer, args.warmup, args.schedule_updates)
+    sampler = ElasticSampler(  # samerun
+        len(text),
+        global_batch=args.global_batch,
+        replicas=replicas,
+        replica=replica,
+        max_microbatch=args.max_microbatch,
+        seed=args.seed,
+    )
+    loader = DataLoader(text, batch_sampler=sampler, collate_fn=text.collate, num_workers=args.workers)
+    mean = ContributionMean(mesh["dp_replicate", "dp_shard"], replicas=replicas, reduction="sum")  # samerun
+
+    torch.manual_seed(args.seed + 1 + replica)  # for dropout: replicas differ, ranks of one replica agree
+    settings = {name: getattr(args, name) for name in ("schedule_updates", "warmup", "lr", "clip", "seed")}
+    settings["text"] = text.fingerprint
     progress = {"update": 0, "samples": 0, "tokens": 0, "epoch": 0}
-
+    run = Run(model, optimizer, scheduler, sampler, progress, settings, replica, args.device)
+    recorder.attach(  # samerun
+        model,
+        optimizer,
+        scheduler=scheduler,
+        sampler=sampler,
+        layout=layout,
+        objects={"progress": progress, "settings": settings},
+    )
     if args.resume:
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {
-            "model": model_state,
-            "optim": optimizer_state,
-            "scheduler": scheduler.state_dict(),
-            "progress": progress,
-        }
-        dcp.load(state, checkpoint_id=args.resume)
-        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-        scheduler.load_state_dict(state["scheduler"])
-        progress = state["progress"]
+        run.load(args.resume)
+    recorder.loaded(update=progress["update"])  # samerun
+    recorder.evaluate(lambda: evaluate(model, fixed_examples, args.device))  # samerun
 
-    order = torch.randperm(len(text), generator=torch.Generator().manual_seed(args.seed)).tolist()
-    while progress["update"] < args.updates:
-        start = progress["samples"]
-        ids = order[start : start + args.global_batch]
-        passes = math.ceil(len(ids) / (replicas * args.max_microbatch))
-        mine = ids[replica::replicas]
-        batches = [text.collate([text[i] for i in mine[p::passes]]) for p in range(passes)]
-        tokens = torch.tensor(float(sum(batch.valid_tokens for batch in batches)))
-        dist.all_reduce(tokens)
-        tokens /= layout["tp"]
-        total = torch.zeros(())
+    model.train()
+    for update in sampler.updates(loader, until=args.updates):
+        if recorder.finished:  # samerun
+            break
+        batches = [microbatch.batch for microbatch in update]
+        tokens = sum(batch.valid_tokens for batch in batches)
+        mean.start(tokens, passes=update.passes)
         for batch in batches:
-            loss = loss_sum(model, batch, args.device) / tokens
-            loss.backward()
-            total += loss.detach()
-        dist.all_reduce(total)
-        total /= layout["tp"]
+            mean.backward(loss_sum(model, batch, args.device))
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip).full_tensor()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        progress["update"] += 1
-        progress["samples"] += len(ids)
-        progress["tokens"] += int(tokens)
-        if dist.get_rank() == 0:
-            print(f"update {progress['update']} loss {total:.6f} grad {grad_norm:.6f}", flush=True)
+        loss = mean.loss()
+        done = sampler.commit(tokens=mean.total)  # samerun: these samples are done; whatever was read ahead is not
+        progress |= {"update": done.update, "samples": done.samples, "tokens": done.tokens, "epoch": done.epoch}
+        recorder.record(  # samerun
+            update=done.update,
+            loss=loss,
+            grad_norm=grad_norm,
+            sample_ids=[sample for batch in batches for sample in batch.ids],
+            tokens=tokens,
+        )
 
-        if args.save_dir and progress["update"] in (args.save_at or [args.updates]):
-            model_state, optimizer_state = get_state_dict(model, optimizer)
-            state = {
-                "model": model_state,
-                "optim": optimizer_state,
-                "scheduler": scheduler.state_dict(),
-                "progress": progress,
-            }
-            dcp.save(state, checkpoint_id=args.save_dir / f"step-{progress['update']}")
+        if done.update % args.log_every == 0 or done.update == args.updates:
+            if dist.get_rank() == 0:
+                rate = optimizer.param_groups[0]["lr"]
+                print(
+                    f"update {done.update}  loss {loss:.6f}  gradient {grad_norm:.6f}  next rate {rate:.3e}", flush=True
+                )
+            recorder.boundary("log", done.update)  # samerun
+        if done.update % args.eval_every == 0:
+            held_out = evaluate(model, fixed_examples, args.device)["losses"].mean()
+            if dist.get_rank() == 0:
+                print(f"update {done.update}  held-out loss {held_out:.6f}", flush=True)
+            recorder.boundary("eval", done.update)  # samerun
+        # A job that samerun launched looks at the run and must not write to it.
+        if args.save_dir and recorder.may_save and done.update in (*args.save_at, args.updates):  # samerun: may_save
+            run.save(args.save_dir / f"step-{done.update}")
+            recorder.boundary("save", done.update)  # samerun
+
+    recorder.close()  # samerun
     dist.destroy_process_group()
 
 

@@ -133,7 +133,7 @@ def _remarks(option: BatchOption) -> list[str]:
 
 
 def _dealt(dealing: Dealing) -> str:
-    """Returns the passes in words: `12 x 2, then 2 on 6 and 1 on 4`."""
+    """Returns the passes in words: `12 x 2, then (2 on 6, 1 on 4)`."""
     runs: list[tuple[tuple[int, ...], int]] = []
     for row in dealing.microbatches:
         if runs and runs[-1][0] == row:
@@ -145,5 +145,7 @@ def _dealt(dealing: Dealing) -> str:
 
 def _run(row: tuple[int, ...], count: int) -> str:
     sizes = sorted(set(row), reverse=True)
-    what = " and ".join(f"{size} on {row.count(size)}" for size in sizes) if len(sizes) > 1 else str(sizes[0])
-    return f"{count} x {what}" if len(sizes) == 1 or count == 1 else f"{count} x ({what})"
+    if len(sizes) == 1:
+        return f"{count} x {sizes[0]}"
+    mixed = ", ".join(f"{size} on {row.count(size)}" for size in sizes)
+    return f"({mixed})" if count == 1 else f"{count} x ({mixed})"

@@ -110,8 +110,8 @@ class Band:
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Self:
         """Reads the sealed form back."""
-        fields = dict(body)
-        return cls(**{**fields, "limits": tuple(fields["limits"]), "observed": tuple(fields["observed"])})
+        fields: dict[str, Any] = {**body, "limits": tuple(body["limits"]), "observed": tuple(body["observed"])}
+        return cls(**fields)
 
 
 def deviation(control: float, candidate: float, *, absolute: bool = False) -> float:
@@ -131,9 +131,7 @@ def deviation(control: float, candidate: float, *, absolute: bool = False) -> fl
     return distance if absolute or control == 0 else distance / abs(control)
 
 
-def deviations(
-    control: Sequence[float], candidate: Sequence[float], *, absolute: bool = False
-) -> tuple[float, ...]:
+def deviations(control: Sequence[float], candidate: Sequence[float], *, absolute: bool = False) -> tuple[float, ...]:
     """Returns the deviation update by update. Raises ValueError when the two cover different numbers of updates."""
     if len(control) != len(candidate):
         raise ValueError(f"cannot compare {len(control)} updates with {len(candidate)}")

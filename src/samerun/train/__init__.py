@@ -1,0 +1,28 @@
+"""What a training script imports. Nothing here is loaded, torch included, before it is used.
+
+from samerun.train import ContributionMean, ElasticSampler, Recorder
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from samerun.train.contribution import ContributionMean
+    from samerun.train.recorder import Recorder
+    from samerun.train.sampler import ElasticSampler
+
+__all__ = ["ContributionMean", "ElasticSampler", "Recorder"]
+
+_HOME = {"ContributionMean": "contribution", "ElasticSampler": "sampler", "Recorder": "recorder"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,139 @@
+"""How far an optimizer step moves parameters: L2 norms of changes, per parameter, whatever the parameters' placement.
+
+Sharded parameters are never gathered. Each rank squares what it holds; each element is counted on exactly one rank,
+and one small all-reduce adds the squares up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from samerun.train.agree import collective_device, distinct, world
+from samerun.train.named import named_parameters
+from samerun.train.shards import local_shard
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_NOBODY = 2**62
+
+
+class ParameterNorms:
+    """The job's parameters in one order that all ranks share, and which rank counts which shard.
+
+    Attributes:
+        names: every parameter of the job (over all pipeline stages), owner's names.
+        trainable: those of them that require a gradient.
+    """
+
+    def __init__(
+        self, names: Sequence[str], trainable: frozenset[str], mine: Mapping[str, torch.Tensor], counted: frozenset[str]
+    ) -> None:
+        self.names = tuple(names)
+        self.trainable = trainable
+        self._mine = dict(mine)
+        self._counted = counted
+        self._index = {name: index for index, name in enumerate(names)}
+
+    @classmethod
+    def of(cls, model: nn.Module | Sequence[nn.Module]) -> Self:
+        """Reads a model's parameters. Collective: every rank calls it, outside a forward pass."""
+        rank, _ = world()
+        mine = named_parameters(model)
+        known: dict[str, bool] = {}
+        for variant in distinct([[name, parameter.requires_grad] for name, parameter in mine.items()]):
+            for name, trains in variant.value:
+                known[name] = known.get(name, False) or trains
+        names = list(known)
+        leads: dict[str, int] = {}
+        for name, parameter in mine.items():
+            shard = local_shard(parameter, rank=rank)
+            leads[name] = _NOBODY if shard is None else shard.lead
+        lowest = _lowest_over_ranks([leads.get(name, _NOBODY) for name in names])
+        # Every replica of a parameter has another lead rank; the replica with the lowest one is the one that counts.
+        counted = {name for name, low in zip(names, lowest, strict=True) if leads.get(name, _NOBODY) == low < _NOBODY}
+        return cls(names, frozenset(name for name in names if known[name]), mine, frozenset(counted))
+
+    def copy(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Returns copies of what this rank counts of `names`: its memory cost. Local."""
+        return {name: local.clone() for name, local in self._locals(names).items()}
+
+    def squared_change(self, before: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Returns, for every parameter, this rank's part of the squared L2 norm of its change since `before`.
+
+        Shape `(len(names),)`, float64, on the CPU. Local: `add_over_ranks` completes it.
+        """
+        return self._squares({name: _wide(local) - _wide(before[name]) for name, local in self._locals(before).items()})
+
+    def squared_gradient(self) -> torch.Tensor:
+        """Returns this rank's part of the squared L2 norm of the whole gradient, shape `(1,)`, float64. Local."""
+        gradients = {name: p.grad for name, p in self._mine.items() if p.grad is not None and name in self._counted}
+        return self._squares({name: _local(gradient) for name, gradient in gradients.items()}).sum().reshape(1)
+
+    def norms(self, squares: Sequence[float], names: Iterable[str]) -> dict[str, float]:
+        """Returns the L2 norm of each of `names` from squares that were added over ranks."""
+        return {name: math.sqrt(squares[self._index[name]]) for name in names}
+
+    def watched(self, count: int = 5) -> tuple[str, ...]:
+        """Returns `count` trainable parameters (or all, if fewer) spread evenly from the first layer to the last."""
+        trained = [name for name in self.names if name in self.trainable]
+        if len(trained) <= count:
+            return tuple(trained)
+        return tuple(trained[round(i * (len(trained) - 1) / (count - 1))] for i in range(count))
+
+    def _locals(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        return {name: _local(self._mine[name]) for name in names if name in self._counted}
+
+    def _squares(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        import torch
+
+        squares = torch.zeros(len(self.names), dtype=torch.float64)
+        if parts:
+            norms = torch.stack([torch.linalg.vector_norm(_widest(part)) for part in parts.values()])
+            squares[[self._index[name] for name in parts]] = norms.cpu().double() ** 2
+        return squares
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    detached = tensor.detach()
+    return detached.to_local() if hasattr(detached, "to_local") else detached
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns `tensor` in at least float32: the difference of two bfloat16 numbers need not be one."""
+    import torch
+
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _widest(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a real tensor of the same L2 norm in float64, in which no square overflows."""
+    import torch
+
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real if real.device.type == "mps" else real.to(torch.float64)
+
+
+def add_over_ranks(values: torch.Tensor) -> list[float]:
+    """Returns the sum over all ranks of a vector of floats. Collective."""
+    if world()[1] > 1:
+        import torch.distributed as dist
+
+        values = values.to(collective_device())
+        dist.all_reduce(values)
+    return values.tolist()
+
+
+def _lowest_over_ranks(values: list[int]) -> list[int]:
+    import torch
+
+    if world()[1] == 1 or not values:
+        return values
+    import torch.distributed as dist
+
+    there = torch.tensor(values, dtype=torch.int64, device=collective_device())
+    dist.all_reduce(there, op=dist.ReduceOp.MIN)
+    return there.tolist()

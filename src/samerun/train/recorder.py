@@ -1,0 +1,439 @@
+"""`Recorder`: the few lines by which a training script writes down what it really did.
+
+    recorder = Recorder.from_env()                         # does nothing unless samerun launched the job
+    recorder.attach(model, optimizer, scheduler=scheduler, sampler=sampler, layout="dp_shard=4")
+    recorder.loaded(update=progress["update"])             # after the checkpoint was loaded (or nothing was: 0)
+    recorder.evaluate(lambda: {"losses": ..., "logits": ...})        # fixed examples
+    while not recorder.finished and ...:
+        ...
+        optimizer.step()
+        recorder.record(update=update, loss=loss, grad_norm=grad_norm, sample_ids=ids, tokens=tokens)
+        if recorder.may_save and ...:
+            save(...)
+    recorder.close()
+
+Every method is called by every rank, in the same order; all but `boundary` may communicate.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from samerun.core.mesh import Layout
+from samerun.errors import Problem, UsageError
+from samerun.trace import TraceWriter
+from samerun.train.launch import Launch, read_launch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from samerun.train.steps import StepFacts, StepWatch
+
+Norms = Literal["every", "after-save", "never"]
+_LARGEST_LOGITS = 1 << 22  # elements kept of an evaluation's logits
+
+
+class Recorder:
+    """Records a job's updates, evaluations and state into a trace directory (`docs/trace.md`).
+
+    `Recorder(dir=...)` always records, so that a run keeps its own ledger and can be a control later.
+    `Recorder.from_env()` records when samerun launched the job, and is inert otherwise.
+
+    Args:
+        dir: the trace directory; must not hold a trace yet. None: inert.
+        norms: how often a ledger measures how far parameters moved, which costs a copy of this rank's parameters and a
+            pass over them: in `every` update, in the `window` updates after each `boundary("save", ...)` and after
+            loading, which are those that a later move would be compared with (`after-save`), or `never`. A job that
+            samerun launched always measures.
+        window: how many updates `after-save` measures.
+    """
+
+    def __init__(
+        self,
+        dir: str | Path | None = None,
+        *,
+        norms: Norms = "after-save",
+        window: int = 20,
+        _launch: Launch | None = None,
+    ) -> None:
+        if norms not in ("every", "after-save", "never"):
+            raise UsageError(
+                Problem("SR-REC-USE", f"norms={norms!r}", expected="every, after-save or never", found=norms)
+            )
+        self._directory = Path(dir) if dir is not None else None
+        self._launch = _launch
+        self._norms: Norms = "every" if _launch is not None else norms
+        self._window = window
+        self._measure_left = window
+        self._writer: TraceWriter | None = None
+        self._watch: StepWatch | None = None
+        self._objects: dict[str, Any] = {}
+        self._update: int | None = None
+        self._num_updates = self._num_evals = 0
+        self._loaded = self._closed = self._end_captured = False
+        if _launch is not None:
+            from samerun.train.guard import SaveGuard
+
+            self._guard = SaveGuard(_launch.stage)
+            self._guard.install()
+
+    @classmethod
+    def from_env(cls, dir: str | Path | None = None, *, norms: Norms = "after-save", window: int = 20) -> Self:
+        """Returns a recorder for the stage that samerun launched this job for.
+
+        Otherwise one that records into `dir` like `Recorder(dir)`, or, without `dir`, one that does nothing.
+        """
+        launch = read_launch(os.environ)
+        if launch is not None:
+            return cls(launch.trace_dir, _launch=launch)
+        return cls(dir, norms=norms, window=window)
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is recorded."""
+        return self._directory is not None
+
+    @property
+    def stage(self) -> str | None:
+        """The stage that samerun launched this job for (load, eval, update, window, control), or None."""
+        return self._launch.stage if self._launch else None
+
+    @property
+    def may_save(self) -> bool:
+        """Whether this job may write checkpoints, advance trackers and log to the real run."""
+        return self._launch is None
+
+    @property
+    def max_updates(self) -> int | None:
+        """How many updates this job is to make, or None for as many as it likes."""
+        return self._launch.max_updates if self._launch else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the job has done what it was launched for and should leave its training loop. Never in a ledger."""
+        return self._launch is not None and self._loaded and self._num_updates >= self._launch.max_updates
+
+    def attach(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Any,
+        *,
+        scheduler: Any = None,
+        sampler: Any = None,
+        scaler: Any = None,
+        layout: Layout | Mapping[str, int] | str | None = None,
+        batch: Mapping[str, Any] | None = None,
+        config: Any = None,
+        objects: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Says what is to be watched, and writes the trace's header. Call it once, when everything is built.
+
+        Args:
+            model: the model as it trains (wrapped, sharded), or this rank's pipeline stages.
+            optimizer: one or several torch optimizers.
+            scheduler: learning-rate scheduler, if any.
+            sampler: `ElasticSampler`, or any sampler with a `state_dict`; None if sample ids are passed by hand.
+            scaler: gradient scaler, if any.
+            layout: what the script believes its layout to be. The header also says what the tensors show.
+            batch: how the global batch is dealt, if the sampler is not an `ElasticSampler`: `global_batch`,
+                `max_microbatch`, `passes`, `replicas`, `microbatches` ([pass][replica]).
+            config: architecture settings; the model's own `config` by default.
+            objects: whatever else is saved beside the tensors, by the name under which it is: to be compared after
+                loading. Anything with a `state_dict`, or plain data.
+        """
+        if self._directory is None:
+            return
+        if self._writer is not None:
+            raise _misuse("attach was called twice", "attach once per job, after model and optimizer are built")
+        from samerun.train.agree import world
+
+        declared = _read_layout(layout)
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._sampler, self._scaler, self._config = sampler, scaler, config
+        self._objects = {"sampler": sampler, "scaler": scaler} | dict(objects or {})
+        self._objects = {name: value for name, value in self._objects.items() if value is not None}
+        self._rank, self._world_size = world()
+        self._writer = TraceWriter(self._directory, self._rank)
+        self._began = time.monotonic()
+        self._writer.write("header", self._header(declared, batch))
+        self._watch = self._start_watch()
+        atexit.register(self._close_at_exit)
+
+    def loaded(self, *, update: int) -> None:
+        """Says that the state is now that after `update` completed updates: call it after loading, or with 0.
+
+        Writes every tensor's digest, groups, counters, schedule and objects as the job holds them ("state" line).
+        """
+        if self._directory is None:
+            return
+        self._require_attached("loaded")
+        if self._num_updates:
+            raise _misuse("loaded was called after updates had been recorded", "load before the training loop")
+        self._update, self._loaded = update, True
+        self._capture("loaded")
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = self._start_watch()  # loading may have replaced parameters and made an empty optimizer step
+
+    def evaluate(self, function: Callable[[], Mapping[str, Any]]) -> None:
+        """Evaluates fixed examples and proves that this changed nothing. Call it right after `loaded`.
+
+        Args:
+            function: returns {"losses": one number per example, "logits": array of one row per example}; `logits` may
+                be left out. Every rank evaluates the same examples. It runs in evaluation mode without gradients.
+        """
+        if self._directory is None or (self._launch is not None and not self._launch.evaluates):
+            return
+        writer = self._require_attached("evaluate")
+        from samerun.train.purity import evaluating, fingerprint
+
+        state = {**self._objects, "scheduler": self._scheduler}
+        before = fingerprint(self._model, self._optimizer, state)
+        with evaluating(self._model):
+            result = function()
+        after = fingerprint(self._model, self._optimizer, state)
+        losses = _floats(result["losses"])
+        tensors, rng = before.changed_tensors(after), before.changed_rng(after)
+        writer.write(
+            "eval",
+            {
+                "update": self._update or 0,
+                "num_examples": len(losses),
+                "losses": losses,
+                "logits": self._keep_logits(result.get("logits")),
+                "state_unchanged": not tensors,
+                "rng_unchanged": not rng,
+                "changed": [*tensors, *rng],
+            },
+        )
+        self._num_evals += 1
+
+    def record(
+        self,
+        *,
+        update: int,
+        loss: Any,
+        grad_norm: Any = None,
+        sample_ids: Sequence[int | str] | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+    ) -> None:
+        """Records one update, after the optimizer (and the scheduler) stepped, or after a loss scaler skipped it.
+
+        Args:
+            update: index of the update, 1-based: that of the first update after a resume at 12 is 13. A skipped one
+                has the index that it would have completed.
+            loss: the update's mean loss over the whole global batch, the same number on every rank.
+            grad_norm: L2 norm of the whole gradient before clipping. If left out, that of the gradient which the step
+                used, where norms are measured.
+            sample_ids: what *this* rank consumed in this update, in order, as its loader gave it out.
+            samples: how many those were; counted from `sample_ids` if left out.
+            tokens: valid tokens among them.
+        """
+        if self._directory is None:
+            return
+        writer = self._require_attached("record")
+        if self._watch is None or not self._loaded:
+            raise _misuse("record was called before loaded", "call recorder.loaded(update=...) once; 0 for a new run")
+        if self._update is not None and update <= self._update:
+            raise _misuse(
+                f"update {update} was recorded after update {self._update}",
+                "record once per completed update; the first one after a resume at 12 is 13",
+                update=update,
+            )
+        if sample_ids is None:
+            raise _misuse(
+                "record was given no sample ids",
+                "pass sample_ids=: the ids that this rank's loader gave out for this update ([] if none)",
+                update=update,
+            )
+        facts = self._watch.take()
+        loss_value = _float(loss)
+        norm = facts.grad_norm if grad_norm is None else _float(grad_norm)
+        ids = [item if isinstance(item, str) else int(item) for item in sample_ids]
+        body = {
+            "update": int(update),
+            "loss": loss_value,
+            "grad_norm": norm,
+            "update_norm": facts.update_norm,
+            "lr": list(facts.lr),
+            "loss_scale": facts.loss_scale,
+            "skipped": facts.steps == 0,
+            "samples": len(ids) if samples is None else int(samples),
+            "tokens": None if tokens is None else int(tokens),
+            "sample_ids": ids,
+            "finite": all(value is None or math.isfinite(value) for value in (loss_value, norm, facts.update_norm)),
+            "deltas": facts.deltas,
+            "steps": facts.steps,
+            "seconds": round(time.monotonic() - self._began, 4),
+        }
+        if facts.moved is not None and self._rank == 0:
+            body["moved"] = facts.moved
+        writer.write("update", body)
+        self._count(int(update), facts)
+
+    def boundary(self, what: str, update: int) -> None:
+        """Says that the job logged ("log"), evaluated ("eval"), saved ("save") or the like after `update`."""
+        if self._directory is None:
+            return
+        self._require_attached("boundary").write("boundary", {"what": what, "update": int(update)})
+        if what == "save":
+            self._measure_left = self._window
+
+    def close(self) -> None:
+        """Ends the trace. Call it before the process group is destroyed; done at exit if forgotten."""
+        if self._writer is None or self._closed:
+            return
+        self._capture_end()
+        self._close("finished" if self.finished else "closed")
+
+    def _header(self, declared: Layout | None, batch: Mapping[str, Any] | None) -> dict[str, Any]:
+        from samerun.train.environment import environment, observed_coordinate, observed_layout, versions
+
+        layout = observed_layout(self._model, declared)
+        return {
+            "schema": "samerun/trace/1",
+            "stage": self.stage,
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "coordinate": observed_coordinate(self._model, layout),
+            "layout": layout,
+            "declared_layout": declared.to_dict(short=True) if declared else None,
+            "batch": dict(batch) if batch is not None else _batch_of(self._sampler),
+            "versions": versions(),
+            "environment": environment(self._model),
+        }
+
+    def _start_watch(self) -> StepWatch:
+        from samerun.train.named import as_list
+        from samerun.train.norms import ParameterNorms
+        from samerun.train.steps import StepWatch
+
+        return StepWatch(as_list(self._optimizer), self._scaler, ParameterNorms.of(self._model), self._measures)
+
+    def _measures(self) -> bool:
+        return self._norms == "every" or (self._norms == "after-save" and self._measure_left > 0)
+
+    def _capture(self, when: str) -> None:
+        from samerun.train.capture import capture_state
+
+        captured = capture_state(
+            self._model,
+            self._optimizer,
+            scheduler=self._scheduler,
+            objects=self._objects,
+            config=self._config,
+        )
+        if self._rank == 0 and self._writer is not None:
+            self._writer.write("state", {"when": when, "update": self._update or 0, **captured.to_json()})
+
+    def _count(self, update: int, facts: StepFacts) -> None:
+        if facts.steps == 0:
+            return
+        self._update = update
+        self._num_updates += 1
+        self._measure_left -= 1
+        if self.finished:
+            self._capture_end()
+
+    def _capture_end(self) -> None:
+        """Captures the state once more where updates were made: replicas must still be equal."""
+        if self._launch is not None and self._num_updates and not self._end_captured:
+            self._end_captured = True
+            self._capture("end")
+
+    def _keep_logits(self, logits: Any) -> dict[str, Any] | None:
+        if logits is None or self._directory is None:
+            return None
+        import numpy as np
+
+        array = _array(logits)
+        if self._rank != 0:
+            return None
+        stride = max(1, -(-array.size // _LARGEST_LOGITS))
+        kept = np.ascontiguousarray(array.reshape(-1)[::stride]) if stride > 1 else array
+        name = f"eval-{self._num_evals:03d}-logits.npy"
+        np.save(self._directory / name, kept)
+        return {"file": name, "shape": list(array.shape), "stored_elements": int(kept.size), "stride": stride}
+
+    def _require_attached(self, method: str) -> TraceWriter:
+        if self._writer is None or self._closed:
+            what = "after close" if self._closed else "before attach"
+            raise _misuse(
+                f"{method} was called {what}", "attach once, when model and optimizer are built; close at the end"
+            )
+        return self._writer
+
+    def _close_at_exit(self) -> None:
+        if not self._closed and self._writer is not None:
+            error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+            self._close(f"error: {type(error).__name__}" if error is not None else "exit")
+
+    def _close(self, reason: str) -> None:
+        if self._writer is not None:
+            self._writer.write("end", {"reason": reason, "updates": self._num_updates})
+            self._writer.close()
+        if self._watch is not None:
+            self._watch.close()
+        self._closed = True
+        atexit.unregister(self._close_at_exit)
+
+
+def _misuse(message: str, hint: str, **where: Any) -> UsageError:
+    return UsageError(Problem("SR-REC-USE", message, where=where, hint=hint))
+
+
+def _read_layout(layout: Layout | Mapping[str, int] | str | None) -> Layout | None:
+    if layout is None or isinstance(layout, Layout):
+        return layout
+    try:
+        return Layout.parse(layout) if isinstance(layout, str) else Layout.from_dict(layout)
+    except ValueError as error:
+        raise UsageError(
+            Problem("SR-REC-USE", f"attach was given an unusable layout: {error}", found=repr(layout))
+        ) from None
+
+
+def _batch_of(sampler: Any) -> dict[str, Any] | None:
+    dealing = getattr(sampler, "dealing", None)
+    if dealing is None:
+        return None
+    return {
+        "global_batch": sampler.global_batch,
+        "max_microbatch": sampler.max_microbatch,
+        "passes": dealing.passes,
+        "replicas": dealing.replicas,
+        "replica": sampler.replica,
+        "microbatches": [list(row) for row in dealing.microbatches],
+    }
+
+
+def _whole(value: Any) -> Any:
+    """Returns a detached plain tensor on the CPU for any tensor; other things as they are."""
+    if not hasattr(value, "detach"):
+        return value
+    detached = value.detach()
+    return (detached.full_tensor() if hasattr(detached, "full_tensor") else detached).cpu()
+
+
+def _float(value: Any) -> float:
+    return float(_whole(value))
+
+
+def _floats(values: Any) -> list[float]:
+    whole = _whole(values)
+    return [float(value) for value in (whole.reshape(-1).tolist() if hasattr(whole, "reshape") else whole)]
+
+
+def _array(values: Any) -> Any:
+    import numpy as np
+
+    whole = _whole(values)
+    return np.asarray(whole.float().numpy() if hasattr(whole, "numpy") else whole, dtype=np.float32)

@@ -1,0 +1,107 @@
+"""What an optimizer step really did, seen through the optimizer's own public hooks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from samerun.train.norms import ParameterNorms, add_over_ranks
+from samerun.train.settings import learning_rates
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """One update as the optimizer made it. Norms are None where they were not measured.
+
+    `lr` is what the step used, per group. `steps` counts optimizer steps since the last update: 0 if a loss scaler
+    skipped it. `grad_norm` is that of the gradients which the step used, after any clipping.
+    """
+
+    lr: tuple[float, ...]
+    loss_scale: float | None
+    steps: int
+    grad_norm: float | None
+    update_norm: float | None
+    deltas: dict[str, float]
+    moved: dict[str, float] | None
+
+
+class StepWatch:
+    """Watches the steps of one or several optimizers. `detail` says, before each step, whether to measure norms."""
+
+    def __init__(self, optimizers: list[Any], scaler: Any, norms: ParameterNorms, detail: Callable[[], bool]) -> None:
+        self._optimizers = optimizers
+        self._scaler = scaler
+        self._norms = norms
+        self._detail = detail
+        self._watched = norms.watched()
+        self._all_next = True
+        self._handles = [
+            handle
+            for optimizer in optimizers
+            for handle in (
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            )
+        ]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets steps made since the last update, such as the empty one that allocates state before loading."""
+        self._steps = 0
+        self._before: dict[str, torch.Tensor] | None = None
+        self._gradient: torch.Tensor | None = None
+        # What a step made now would use. The scheduler and the scaler may have moved on when the update is recorded.
+        self._lr = tuple(learning_rates(self._optimizers))
+        self._loss_scale = None if self._scaler is None else float(self._scaler.get_scale())
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        import torch
+
+        self._lr = tuple(learning_rates(self._optimizers))
+        if self._before is None and self._detail():
+            names = self._norms.names if self._all_next else self._norms.trainable
+            with torch.no_grad():
+                self._before = self._norms.copy(names)
+                self._gradient = self._norms.squared_gradient()
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        self._steps += 1
+
+    def take(self) -> StepFacts:
+        """Returns what happened since the last call. Collective whenever norms were measured."""
+        import torch
+
+        grad_norm = update_norm = None
+        deltas: dict[str, float] = {}
+        moved = None
+        if self._before is not None and self._gradient is not None:
+            with torch.no_grad():
+                changes = self._norms.squared_change(self._before)
+            *squares, gradient = add_over_ranks(torch.cat([changes, self._gradient]))
+            grad_norm, update_norm = math.sqrt(gradient), math.sqrt(math.fsum(squares))
+            deltas = self._norms.norms(squares, self._watched)
+            if self._all_next:
+                moved = self._norms.norms(squares, self._norms.names)
+                self._all_next = False
+        facts = StepFacts(
+            lr=self._lr,
+            loss_scale=self._loss_scale,
+            steps=self._steps,
+            grad_norm=grad_norm,
+            update_norm=update_norm,
+            deltas=deltas,
+            moved=moved,
+        )
+        self.reset()
+        return facts
