@@ -50,7 +50,7 @@ class Mlp(nn.Module):
         self.down = nn.Linear(config.hidden, config.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
 class Model(nn.Module):
@@ -72,7 +72,7 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tok(tokens) + self.position
-        x = x + self.mlp(x) + x @ self.router.T.softmax(0) @ self.router
+        x = self.mlp(x) + x @ self.router.T.softmax(0) @ self.router
         return self.head(self.norm(x * self.average))
 
 
@@ -172,14 +172,17 @@ def load(job: Job, folder: Path) -> None:
     stateless = [name for name in states if f"optim.state.{name}.exp_avg" not in saved]
     for name in stateless:
         del states[name]
-    rest: dict[str, Any] = {"scheduler": job.scheduler.state_dict(), "progress": dict(job.progress)}
-    dcp.load({**state, **rest} if False else (whole := {**state, **rest}), checkpoint_id=folder)
-    options = StateDictOptions(strict=False)
+    state |= {"scheduler": job.scheduler.state_dict(), "progress": dict(job.progress)}
+    dcp.load(state, checkpoint_id=folder)
     set_state_dict(
-        job.model, job.optimizer, model_state_dict=whole["model"], optim_state_dict=whole["optim"], options=options
+        job.model,
+        job.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optim"],
+        options=StateDictOptions(strict=False),
     )
-    job.scheduler.load_state_dict(whole["scheduler"])
-    job.progress = whole["progress"]
+    job.scheduler.load_state_dict(state["scheduler"])
+    job.progress = state["progress"]
 
 
 def full_state(job: Job) -> dict[str, np.ndarray]:
