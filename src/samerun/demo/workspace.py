@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from samerun.core.mesh import Layout
-from samerun.demo.faults import Fault
+from samerun.demo.faults import Fault, Where
 from samerun.errors import Problem, UsageError
 
 LAUNCHER = """\
@@ -87,7 +87,7 @@ class Workspace:
     def checkpoint(self) -> Path:
         """The checkpoint of this move: the run's own, or a copy of it when the fault is to damage files."""
         fault = self.settings.fault
-        damaged = fault is not None and not fault.touches_job
+        damaged = fault is not None and fault.where is Where.FILES
         return self.move / "checkpoints" / self.source_checkpoint.name if damaged else self.source_checkpoint
 
     @property

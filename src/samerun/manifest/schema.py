@@ -34,7 +34,7 @@ def schema_text() -> str:
 
 def known_keys(path: Path) -> tuple[str, ...]:
     """Returns the keys that the mapping at `path` may hold; empty where there is no mapping or any key goes."""
-    return tuple(key for node in _nodes(path) for key in node.get("properties", {}))
+    return tuple(dict.fromkeys(key for node in _nodes(path) for key in node.get("properties", {})))
 
 
 def accepted(path: Path) -> str:
@@ -47,7 +47,8 @@ def accepted(path: Path) -> str:
 
 def describe(path: Path) -> str:
     """Returns the one-sentence description of the field at `path`, or nothing."""
-    return next((node["description"] for node in _nodes(path, whole=True) if "description" in node), "")
+    nodes = [*_nodes(path, whole=True), *_nodes(path)]
+    return next((node["description"] for node in nodes if "description" in node), "")
 
 
 def _drop_titles(node: Any) -> None:
