@@ -110,7 +110,7 @@ def test_a_missing_decision_is_named_at_its_section(dotted: str) -> None:
     problem = only(to_yaml(manifest_data(**{dotted.replace(".", "__"): ...})))
     assert (problem.code, problem.where["key"]) == ("SR-MAN-MISSING", dotted)
     assert problem.where["line"] == line_of(TEXT, dotted.split(".")[0])
-    assert "Answers: " in problem.hint
+    assert "Accepted here: " in problem.hint
 
 
 def test_an_unknown_key_gets_the_closest_spelling() -> None:
@@ -224,7 +224,7 @@ def test_any_value_can_be_a_question(asked: set[str]) -> None:
 def test_a_whole_section_can_be_a_question() -> None:
     document = parse_document(to_yaml(manifest_data(window="ASK: how long?")))
     assert document.problems == ()
-    assert document.questions[0].answers == "{[updates], log_every, eval_every}"
+    assert document.questions[0].answers == "{updates?, log_every, eval_every}"
 
 
 @settings(deadline=None)

@@ -121,7 +121,7 @@ def question_problem(document: Document, question: Question) -> Problem:
         "SR-PLAN-ASK",
         f"{question.key} is not decided: {question.text}",
         where={"file": document.name, "line": question.line, "key": question.key},
-        hint=f"replace the ASK by one of: {question.answers}" if question.answers else "replace the ASK by an answer",
+        hint=f"accepted here: {question.answers}" if question.answers else "replace the ASK by an answer",
     )
 
 
@@ -298,7 +298,7 @@ def _as_problem(kind: str, message: str, value: Any, keys: Keys, reader: _Reader
     where = _place(reader, keys)
     dotted = _dotted(keys)
     if kind == "missing":
-        hint = f"{describe(keys)} Answers: {accepted(keys)}".strip()
+        hint = f"{describe(keys)} Accepted here: {accepted(keys)}".strip()
         return Problem("SR-MAN-MISSING", f"{dotted} is missing", where=where, hint=hint)
     if kind == "extra_forbidden":
         return Problem("SR-MAN-KEY", f"there is no key {dotted}", where=where, hint=_closest(keys))
