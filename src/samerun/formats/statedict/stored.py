@@ -10,18 +10,24 @@ import numpy as np
 
 from samerun.core.dtype import DType
 from samerun.core.state import Role, TensorEntry, TensorKey, Tiling
-from samerun.formats.base import Array, Extent, assemble_box, view_extent
+from samerun.formats.base import Array, Checkpoint, Extent, assemble_box, view_extent
+from samerun.errors import FormatError
 from samerun.stores.local import MappedFiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """One tensor. `extents[i]` holds the values of box i of `tiling`; a tensor that cannot be read has no boxes."""
+    """One tensor. `extents[i]` holds the values of box i of `tiling`; a tensor that cannot be read has no boxes.
+
+    A tensor that a checkpoint inside this one holds has no extents of its own but `inner`: that checkpoint, and the key
+    there.
+    """
 
     shape: tuple[int, ...]
     dtype: DType
     tiling: Tiling
     extents: tuple[Extent, ...]
+    inner: tuple[Checkpoint, str] | None = None
 
     @property
     def num_elements(self) -> int:
@@ -32,6 +38,22 @@ class Stored:
     def num_bytes(self) -> int:
         """Global number of bytes, replicas counted once."""
         return self.num_elements * self.dtype.num_bytes
+
+    def extent(self, piece: int) -> Extent:
+        """Returns where the bytes of box `piece` lie.
+
+        Raises:
+            CorruptCheckpoint: if a checkpoint inside this one does not hold them as it says.
+        """
+        if self.inner is not None:
+            return self.inner[0].locate(self.inner[1], piece)
+        return self.extents[piece]
+
+    def view(self, piece: int, files: MappedFiles) -> Array:
+        """Returns the values of box `piece`. Raises as `extent` does, or if the file is too short."""
+        if self.inner is not None:
+            return self.inner[0].read_piece(self.inner[1], piece)
+        return view_extent(files, self.extents[piece])
 
     @property
     def whole(self) -> bool:
@@ -72,7 +94,7 @@ def read_stored(stored: Stored, files: MappedFiles) -> Array:
         CorruptCheckpoint: if part of it lies nowhere or cannot be read.
     """
     entry = TensorEntry(TensorKey(Role.BUFFER, "tensor"), stored.shape, stored.dtype, stored.tiling, "tensor")
-    return assemble_box(entry, lambda piece: view_extent(files, stored.extents[piece]))
+    return assemble_box(entry, lambda piece: stored.view(piece, files))
 
 
 def place_of(stored: Stored) -> tuple[object, ...] | None:
@@ -89,11 +111,15 @@ def place_of(stored: Stored) -> tuple[object, ...] | None:
 def checksum_of(stored: Stored) -> tuple[object, ...] | None:
     """Returns the recorded checksums of a tensor's boxes in order of place; None unless each has its storage alone."""
     parts: list[object] = []
-    order = np.lexsort(stored.tiling.offsets.T[::-1]).tolist() if stored.shape else range(len(stored.extents))
+    count = len(stored.tiling)
+    order = np.lexsort(stored.tiling.offsets.T[::-1]).tolist() if stored.shape else range(count)
     for box in order:
-        extent = stored.extents[box]
-        if 0 in extent.shape:
+        if not bool((stored.tiling.sizes[box] > 0).all()):
             continue
+        try:
+            extent = stored.extent(box)
+        except FormatError:
+            return None
         if extent.crc32 is None or not extent.contiguous or extent.storage_bytes != extent.num_bytes:
             return None
         parts.append((tuple(stored.tiling.offsets[box].tolist()), extent.shape, extent.crc32))
