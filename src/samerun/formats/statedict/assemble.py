@@ -153,7 +153,9 @@ class _Assembly:
 
     def report_wrappers(self, models: Sequence[SavedModel]) -> None:
         for model in models:
-            found = [wrapper for wrapper in WRAPPERS if model.tensors and all(wrapper in name for name in model.tensors)]
+            found = [
+                wrapper for wrapper in WRAPPERS if model.tensors and all(wrapper in name for name in model.tensors)
+            ]
             if found and not model.average:
                 self.problems.append(_wrapped(model, found))
 
@@ -293,7 +295,7 @@ def _twice(key: str, first: str, second: str) -> Problem:
         where={"tensor": key},
         expected=first,
         found=second,
-        hint="a model was saved both wrapped and unwrapped, or two optimizers share names; only one can be resumed from",
+        hint="a model was saved both wrapped and bare, or two optimizers share names; only one can be resumed from",
     )
 
 

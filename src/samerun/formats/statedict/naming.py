@@ -40,21 +40,18 @@ def name_optimizer(optimizer: Optimizer, models: Sequence[SavedModel]) -> Named:
         names = {key: normalize_fqn(name) for key, name in optimizer.names.items()}
         return Named(optimizer, _model_with(set(names.values()), models), names)
     found = [_name_by_position(optimizer, model) for model in models]
-    best = min(found, key=lambda named: (*_doubt(named), -_weight(named.model)), default=None)
+    best = min(found, key=_doubt, default=None)
     if best is None:
         return Named(optimizer, None, {key: f"#{key}" for key in optimizer.keys}, (_no_model(optimizer),))
     return best
 
 
-def _doubt(named: Named) -> tuple[int, int]:
+def _doubt(named: Named) -> tuple[int, int, int]:
+    """Returns how little speaks for a naming: keys without a name, findings, and a model that is not called one."""
     nameless = sum(name.startswith("#") for name in named.names.values())
-    return nameless, len(named.problems) and sum(p.severity is not Severity.NOTE for p in named.problems)
-
-
-def _weight(model: SavedModel | None) -> tuple[bool, int] | int:
-    if model is None:
-        return 0
-    return 2 * looks_like_model(model.name) + (not looks_other(model.name))
+    called = named.model.name if named.model else ""
+    unlikely = 0 if looks_like_model(called) else 2 if looks_other(called) else 1
+    return nameless, sum(problem.severity is not Severity.NOTE for problem in named.problems), unlikely
 
 
 def _model_with(names: set[str], models: Sequence[SavedModel]) -> SavedModel | None:
@@ -65,7 +62,7 @@ def _model_with(names: set[str], models: Sequence[SavedModel]) -> SavedModel | N
 
 
 def candidates_of(model: SavedModel) -> list[Candidate]:
-    """Returns the tensors that an optimizer may hold, by normalised name: floating, each shared one once, no buffers."""
+    """Returns the tensors that an optimizer may hold: floating, each shared one once, no known buffers."""
     aliases = {name for names in find_shared(model.tensors, frozenset()).values() for name in names}
     aliases |= model.aliases.keys()
     return [
@@ -160,7 +157,7 @@ def _unmatched(optimizer: Optimizer, model: SavedModel, matching: Matching) -> P
 def _no_model(optimizer: Optimizer) -> Problem:
     return Problem(
         "SR-OPT-UNMATCHED",
-        f"the optimizer's {len(optimizer.keys)} parameters are known by position only and there is no model to name them",
+        f"the optimizer knows its {len(optimizer.keys)} parameters by position only and there is no model to name them",
         where={"key": optimizer.name or "state"},
         hint="inspect the checkpoint together with its model",
     )

@@ -67,9 +67,7 @@ def count_matched(candidates: Sequence[Candidate], groups: Sequence[Sequence[Pos
     return len(_walk(candidates, groups)) - 1
 
 
-def _walk(
-    candidates: Sequence[Candidate], groups: Sequence[Sequence[Position]]
-) -> list[dict[tuple[int, ...], _Step]]:
+def _walk(candidates: Sequence[Candidate], groups: Sequence[Sequence[Position]]) -> list[dict[tuple[int, ...], _Step]]:
     """Returns, after each candidate, every state that can be reached: how many places of each group are filled."""
     total = sum(len(group) for group in groups)
     spare = len(candidates) - total

@@ -8,8 +8,10 @@ from typing import Any
 from samerun.core.state import RecordedProgress
 from samerun.errors import Problem, Severity
 
-_SECTIONS = ("", "progress", "train", "train_state", "trainer", "trainer_state", "training", "training_state", "counters",
-             "state", "meta", "metadata", "run", "extra_state", "client_state")  # fmt: skip
+_SECTIONS = (
+    "", "progress", "train", "train_state", "trainer", "trainer_state", "training", "training_state", "counters",
+    "state", "meta", "metadata", "run", "extra_state", "client_state",
+)  # fmt: skip
 _COUNTERS: dict[str, tuple[str, ...]] = {
     "update": ("update", "updates", "num_updates", "global_step", "global_steps", "step", "iteration", "iter"),
     "samples": ("samples", "samples_seen", "consumed_samples", "consumed_train_samples", "num_samples"),
@@ -19,10 +21,8 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
 _LOADERS_OWN = frozenset({"step", "iteration", "iter", "num_samples"})
 
 
-def read_progress(
-    objects: Mapping[str, Any], data: Mapping[str, Any]
-) -> tuple[RecordedProgress, tuple[Problem, ...]]:
-    """Collects the counters. `objects` are by flat dotted name, `data` by section. Places that disagree are a finding."""
+def read_progress(objects: Mapping[str, Any], data: Mapping[str, Any]) -> tuple[RecordedProgress, tuple[Problem, ...]]:
+    """Collects the counters. `objects` are by flat dotted name, `data` by section. Disagreement is a finding."""
     found: dict[str, int] = {}
     problems: list[Problem] = []
     for counter, names in _COUNTERS.items():
@@ -39,22 +39,22 @@ def _values(names: tuple[str, ...], objects: Mapping[str, Any], data: Mapping[st
     for section in _SECTIONS:
         for name in names:
             value = objects.get(f"{section}.{name}" if section else name)
-            if _is_count(value):
-                yield (f"{section}.{name}" if section else name), int(value)
+            if (count := _count(value)) is not None:
+                yield (f"{section}.{name}" if section else name), count
                 break
     for section, node in data.items():
         for name in names:
             value = node.get(name) if isinstance(node, Mapping) and name not in _LOADERS_OWN else None
-            if _is_count(value):
-                yield f"{section}.{name}", int(value)
+            if (count := _count(value)) is not None:
+                yield f"{section}.{name}", count
                 break
 
 
-def _is_count(value: Any) -> bool:
-    """Whether a value counts something: no boolean, not negative, and whole (an epoch of 0.2 counts none)."""
+def _count(value: Any) -> int | None:
+    """Returns what a value counts: nothing unless it is whole and not negative (an epoch of 0.2 counts none)."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return value >= 0 and float(value).is_integer()
+        return None
+    return int(value) if value >= 0 and float(value).is_integer() else None
 
 
 def _disagree(counter: str, values: list[tuple[str, int]]) -> Problem:

@@ -53,7 +53,7 @@ def is_scheduler(name: str, node: Any) -> bool:
 
 def is_scaler(name: str, node: Any) -> bool:
     """Whether a value is a gradient scaler's state dict."""
-    return isinstance(node, dict) and (_SCALER_KEYS <= node.keys() or (bool(node) and "scaler" in name.lower()))
+    return isinstance(node, dict) and (node.keys() >= _SCALER_KEYS or (bool(node) and "scaler" in name.lower()))
 
 
 def is_loader(name: str, node: Any) -> bool:

@@ -85,9 +85,7 @@ class Registered:
     assumed: frozenset[str]
 
 
-def match_registration(
-    candidates: Sequence[Candidate], groups: Sequence[Sequence[Position]]
-) -> Registered | None:
+def match_registration(candidates: Sequence[Candidate], groups: Sequence[Sequence[Position]]) -> Registered | None:
     """Finds an order of registration to which the groups' positions can be dealt. Returns None if none is found."""
     root = _tree(candidates)
     orders = {node.signature: _usual(list(node.inner)) for node in _modules(root)}
@@ -114,7 +112,9 @@ def _tree(candidates: Sequence[Candidate]) -> _Node:
 
 def _sign(node: _Node) -> object:
     own = tuple(sorted((leaf, candidate.shape) for leaf, candidate in node.own.items()))
-    inner = tuple(sorted((name if not name.isdigit() else "", hash(_sign(child))) for name, child in node.inner.items()))
+    inner = tuple(
+        sorted((name if not name.isdigit() else "", hash(_sign(child))) for name, child in node.inner.items())
+    )
     node.signature = (own, inner)
     return node.signature
 
@@ -195,16 +195,14 @@ def _assumed(
 ) -> frozenset[str]:
     """Returns the keys of parameters whose shape some differently named parameter has too.
 
-    Parameters that differ in the numbers in their names only are told apart by these; weight and bias by torch's layers.
+    Parameters whose names differ in numbers only are told apart by these.
     """
     patterns: dict[tuple[int, ...], set[str]] = {}
     for candidate in candidates:
         patterns.setdefault(candidate.shape, set()).add(_pattern(candidate.name))
     shapes = {candidate.name: candidate.shape for candidate in candidates}
     stated = {place.key for group in groups for place in group if place.shape is not None}
-    return frozenset(
-        key for key, name in matching.names.items() if key in stated and len(patterns[shapes[name]]) > 1
-    )
+    return frozenset(key for key, name in matching.names.items() if key in stated and len(patterns[shapes[name]]) > 1)
 
 
 def _pattern(name: str) -> str:

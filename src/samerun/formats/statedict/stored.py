@@ -10,8 +10,8 @@ import numpy as np
 
 from samerun.core.dtype import DType
 from samerun.core.state import Role, TensorEntry, TensorKey, Tiling
-from samerun.formats.base import Array, Checkpoint, Extent, assemble_box, view_extent
 from samerun.errors import FormatError
+from samerun.formats.base import Array, Checkpoint, Extent, assemble_box, view_extent
 from samerun.stores.local import MappedFiles
 
 
