@@ -1,6 +1,6 @@
 """A small byte-level GPT: everything that makes real checkpoints hard to move, in a few hundred thousand parameters.
 
-Embedding and output head share one weight; the MLP is gated and has biases; the prior over tokens is a frozen parameter;
+Embedding and output head share one weight; the MLP is gated and has biases; the prior over tokens is frozen;
 the rotary table is a persistent buffer; 259 tokens and an MLP width of 214 do not divide by 3 or by 4.
 """
 

@@ -21,7 +21,9 @@ from samerun.errors import Problem, Severity, UsageError
 
 SCHEMA = "samerun/trace/1"
 KINDS = frozenset({"header", "state", "eval", "update", "digest", "boundary", "end"})
-# Written by rank r to file_name(r); a rank number never needs more than it has.
+RANK_AGREEMENT = 1e-6
+"""How far two ranks' copies of one reduced number may lie apart (relative): reductions may end in different orders."""
+
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -541,15 +543,21 @@ def _check_agreement(trace: Trace) -> Iterator[Problem]:
 def _first_difference(left: UpdateLine, right: UpdateLine) -> str | None:
     if left.update != right.update:
         return "update"
-    for name in ("loss", "grad_norm", "update_norm", "lr", "skipped"):
-        one, other = getattr(left, name), getattr(right, name)
-        if one != other and not (_is_nan(one) and _is_nan(other)):
-            return name
-    return None
+    if left.lr != right.lr:
+        return "lr"
+    if left.skipped != right.skipped:
+        return "skipped"
+    return next(
+        (n for n in ("loss", "grad_norm", "update_norm") if not _agree(getattr(left, n), getattr(right, n))), None
+    )
 
 
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
+def _agree(one: float | None, other: float | None) -> bool:
+    if one is None or other is None:  # not every pipeline stage knows every number
+        return True
+    if math.isnan(one) or math.isnan(other):
+        return math.isnan(one) and math.isnan(other)
+    return math.isclose(one, other, rel_tol=RANK_AGREEMENT)
 
 
 def _check_samples(trace: Trace) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from samerun.manifest.draft import yaml_value
 from samerun.manifest.models import METRICS, Manifest
 
 COMPLETE: dict[str, Any] = {
@@ -66,3 +67,33 @@ def manifest_data(**changes: Any) -> dict[str, Any]:
 def manifest(**changes: Any) -> Manifest:
     """Returns the validated manifest with `changes` as for `manifest_data`."""
     return Manifest.from_data(manifest_data(**changes))
+
+
+def to_yaml(data: dict[str, Any], indent: int = 0) -> str:
+    """Returns block-style YAML with one key per line, so that every leaf has a line of its own."""
+    lines: list[str] = []
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            lines += [f"{' ' * indent}{key}:", to_yaml(value, indent + 2).rstrip("\n")]
+        else:
+            lines.append(f"{' ' * indent}{key}: {yaml_value(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def leaves(data: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Returns every leaf by its dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        dotted = f"{above}.{key}" if above else key
+        found |= leaves(value, dotted) if isinstance(value, dict) and value else {dotted: value}
+    return found
+
+
+def line_of(text: str, dotted: str) -> int:
+    """Returns the line of a dotted key in the text of `to_yaml`, 1-based."""
+    number = 0
+    rows = text.splitlines()
+    for depth, step in enumerate(dotted.split(".")):
+        while rows[number].split(":")[0] != " " * (2 * depth) + step:
+            number += 1
+    return number + 1

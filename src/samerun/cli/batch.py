@@ -51,8 +51,8 @@ def command(
         found = {"options": [option.to_json() for option in options], "problems": [item.to_json() for item in problems]}
         emit_json("batch", {**body, **found})
         return
-    _print_equation(global_batch, count, max_microbatch, unit, equation)
-    _print_options(options, unit)
+    print_equation(global_batch, count, max_microbatch, unit, equation)
+    print_options(options, unit)
     print_problems(problems)
 
 
@@ -81,9 +81,14 @@ def _replicas(replicas: int | None, layout: str | None) -> tuple[int | None, lis
         return None, [Problem("SR-BATCH-INVALID", str(error), found=layout)]
 
 
-def _print_equation(
+def _same(option: BatchOption, chosen: BatchOption) -> bool:
+    return (option.kind, option.dealing) == (chosen.kind, chosen.dealing)
+
+
+def print_equation(
     global_batch: int, replicas: int, max_microbatch: int, unit: str, source: SourceBatch | None
 ) -> None:
+    """Prints the batch equation at the source, if known, and how many passes the destination would need."""
     if source is not None:
         click.echo(
             f"source       {source.replicas} replicas x {source.micro} x {source.accum} passes"
@@ -93,7 +98,8 @@ def _print_equation(
     click.echo(f"destination  {global_batch} / ({replicas} replicas x {max_microbatch}) = {passes:.4g} passes\n")
 
 
-def _print_options(options: tuple[BatchOption, ...], unit: str) -> None:
+def print_options(options: tuple[BatchOption, ...], unit: str, chosen: BatchOption | None = None) -> None:
+    """Prints the options as a table and, below it, what each needs; `chosen` is marked."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -102,7 +108,7 @@ def _print_options(options: tuple[BatchOption, ...], unit: str) -> None:
     for option in options:
         idle = f" (+{option.idle_replicas} idle)" if option.idle_replicas else ""
         table.add_row(
-            option.kind,
+            f"> {option.kind}" if chosen is not None and _same(option, chosen) else option.kind,
             str(option.global_batch),
             f"{option.replicas}{idle}",
             str(option.passes),

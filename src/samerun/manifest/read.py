@@ -10,8 +10,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -121,8 +121,25 @@ def question_problem(document: Document, question: Question) -> Problem:
         "SR-PLAN-ASK",
         f"{question.key} is not decided: {question.text}",
         where={"file": document.name, "line": question.line, "key": question.key},
-        hint=f"replace the ASK by one of: {question.answers}" if question.answers else "replace the ASK by an answer",
+        hint=f"accepted here: {question.answers}" if question.answers else "replace the ASK by an answer",
     )
+
+
+def place_problems(document: Document, problems: Iterable[Problem]) -> list[Problem]:
+    """Returns the findings with file and line added to those that name a key of the manifest."""
+    return [_placed(document, problem) for problem in problems]
+
+
+def _placed(document: Document, problem: Problem) -> Problem:
+    dotted = problem.where.get("key")
+    if dotted is None or "file" in problem.where:
+        return problem
+    keys: Keys = tuple(str(dotted).split("."))
+    while keys and keys not in document.lines:
+        keys = keys[:-1]
+    if not keys:
+        return problem
+    return replace(problem, where={"file": document.name, "line": document.lines[keys], **problem.where})
 
 
 def parse_document(text: str, name: str = "manifest") -> Document:
@@ -241,8 +258,9 @@ class _Reader:
 
 def _questions(reader: _Reader) -> Iterator[Question]:
     for keys, text in reader.asked.items():
-        asked = text or describe(keys) or "no question is written down"
-        yield Question(_dotted(keys), asked, reader.lines[keys], accepted(keys))
+        meaning = describe(keys)
+        answers = accepted(keys) if "null" in meaning else accepted(keys).removesuffix(" | null")
+        yield Question(_dotted(keys), text or meaning or "no question is written down", reader.lines[keys], answers)
 
 
 def _violations(data: dict[str, Any], reader: _Reader, questions: tuple[Question, ...]) -> Iterator[Problem]:
@@ -254,8 +272,11 @@ def _violations(data: dict[str, Any], reader: _Reader, questions: tuple[Question
     except ValidationError as error:
         for violation in error.errors(include_url=False):
             keys = _data_path(violation["loc"], data)
+            value = violation["input"]
+            if violation["type"].startswith("union_tag") and isinstance(value, dict) and "from" in value:
+                keys, value = (*keys, "from"), cast(dict[str, Any], value)["from"]
             if _dotted(keys) not in open_keys | already:
-                yield _as_problem(violation["type"], violation["msg"], violation["input"], keys, reader)
+                yield _as_problem(violation["type"], violation["msg"], value, keys, reader)
 
 
 def _data_path(location: tuple[int | str, ...], data: Any) -> Keys:
@@ -277,7 +298,7 @@ def _as_problem(kind: str, message: str, value: Any, keys: Keys, reader: _Reader
     where = _place(reader, keys)
     dotted = _dotted(keys)
     if kind == "missing":
-        hint = f"{describe(keys)} Answers: {accepted(keys)}".strip()
+        hint = f"{describe(keys)} Accepted here: {accepted(keys)}".strip()
         return Problem("SR-MAN-MISSING", f"{dotted} is missing", where=where, hint=hint)
     if kind == "extra_forbidden":
         return Problem("SR-MAN-KEY", f"there is no key {dotted}", where=where, hint=_closest(keys))

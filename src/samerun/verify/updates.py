@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from samerun.core.tolerance import Band, deviation
 from samerun.errors import Problem, Severity
@@ -31,7 +31,9 @@ class WindowPlan:
     """What is compared, and how strictly.
 
     `bands` are the sealed ones. `rate_factor` multiplies the control's learning rates (a declared policy); None leaves
-    them out, `rate_bound` allows a relative difference. `same_samples` is false when the batch changes on purpose.
+    them out, `rate_bound` allows a relative difference. `samples` says whether each update must consume the control's
+    samples (`exact`), only the same order in other portions because the batch changes on purpose (`portions`), or
+    whatever it likes (`free`).
     `boundaries` are (what, every) pairs the window must cross. `trainable` tells for each parameter whether it trains;
     None when the job did not say.
     """
@@ -43,7 +45,7 @@ class WindowPlan:
     global_batch: int
     rate_factor: float | None = 1.0
     rate_bound: float = 0.0
-    same_samples: bool = True
+    samples: Literal["exact", "portions", "free"] = "exact"
     replay_bound: int = 0
     omission_bound: int = 0
     boundaries: tuple[tuple[str, int], ...] = ()
@@ -99,7 +101,7 @@ def _comparable(
     pairs: Sequence[tuple[ObservedUpdate, ObservedUpdate]], audit: Audit | None, plan: WindowPlan
 ) -> list[tuple[ObservedUpdate, ObservedUpdate]]:
     """Returns the updates before which, and in which, both consumed the same samples."""
-    if not plan.same_samples or audit is None:
+    if plan.samples != "exact" or audit is None:
         return []
     first = audit.first_difference
     return [pair for pair in pairs if first is None or pair[0].update < first]
@@ -167,7 +169,9 @@ def _audit(pairs: Sequence[tuple[ObservedUpdate, ObservedUpdate]], plan: WindowP
     controls, candidates = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     if not pairs or any(item.ids is None for pair in pairs for item in pair):
         return None
-    if plan.same_samples:
+    if plan.samples == "free":
+        return None
+    if plan.samples == "exact":
         return audit_window(window_ids(controls), window_ids(candidates))
     return audit_prefix(window_ids(controls), window_ids(candidates))
 
@@ -178,7 +182,7 @@ def _check_samples(
     if audit is not None:
         yield from check_audit(audit, replay_bound=plan.replay_bound, omission_bound=plan.omission_bound)
     for control, candidate in pairs:
-        expected = control.samples if plan.same_samples else plan.global_batch
+        expected = control.samples if plan.samples == "exact" else plan.global_batch
         if candidate.samples != expected:
             yield Problem(
                 "SR-UPD-SAMPLES",
@@ -411,6 +415,52 @@ def _check_boundaries(candidate: Observed, plan: WindowPlan) -> Iterator[Problem
                 hint=f"call recorder.boundary({what!r}, update) where the trainer does it; its period follows from the "
                 "update index, not from how often this process has been through the loop",
             )
+
+
+def check_end(control: Mapping[str, Any] | None, candidate: Mapping[str, Any] | None, stage: str) -> list[Problem]:
+    """Compares the replicas of every tensor after the window; both arguments are the bodies of `end` state lines.
+
+    A tensor whose replicas drift apart in the control as well does not distinguish the two runs: a warning.
+    """
+    if candidate is None:
+        return [
+            Problem(
+                "SR-UPD-UNRECORDED",
+                "the job did not report its state after the window",
+                where={"stage": stage, "key": "end"},
+                hint="call recorder.close() before the process group is destroyed",
+            )
+        ]
+    drifting = {key for key, fact in (control or {}).get("tensors", {}).items() if fact.get("odd")}
+    odd = {key: fact["odd"] for key, fact in candidate.get("tensors", {}).items() if fact.get("odd")}
+    problems: list[Problem] = []
+    for known in (False, True):
+        names = sorted(key for key in odd if (key in drifting) is known)
+        if names:
+            ranks = sorted({int(replica["rank"]) for name in names for replica in odd[name]})
+            problems.append(
+                Problem(
+                    "SR-UPD-REPLICA",
+                    f"after the window the replicas of {len(names)} tensors differ"
+                    + (", as they do in the control" if known else ""),
+                    Severity.WARNING if known else Severity.ERROR,
+                    where={"stage": stage, "tensor": names[0], "rank": ranks[0]},
+                    expected="every replica the same",
+                    found=f"another value on the replica of rank {', '.join(map(str, ranks))}",
+                    hint="gradients are not reduced over every replica, or a replica started from other weights",
+                )
+            )
+    broken = sorted(key for key, fact in candidate.get("tensors", {}).items() if fact.get("nonfinite"))
+    if broken:
+        problems.append(
+            Problem(
+                "SR-UPD-NONFINITE",
+                f"after the window {len(broken)} tensors hold values that are not finite",
+                where={"stage": stage, "tensor": broken[0]},
+                hint="the losses were finite until then: look at the last update, and at tensors that no loss sees",
+            )
+        )
+    return problems
 
 
 def _series(pairs: Sequence[tuple[ObservedUpdate, ObservedUpdate]], plan: WindowPlan) -> Iterator[dict[str, Any]]:
