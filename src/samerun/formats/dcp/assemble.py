@@ -20,7 +20,7 @@ from samerun.formats.dcp.optimizer import MASTER_SLOTS, Optimizer, find_roots, r
 from samerun.formats.dcp.roles import Models, find_models, infer_role, usual_pieces
 from samerun.formats.dcp.sections import plant, recognise
 from samerun.formats.dcp.ties import find_ties
-from samerun.formats.dcp.topology import infer_topology
+from samerun.formats.dcp.topology import find_topology
 from samerun.formats.torchfile.unpickle import Inert, decode_pickle
 from samerun.stores.local import MappedFiles
 
@@ -108,7 +108,8 @@ class _Assembly:
         known = self.add_slots(optimizers, models) | {fqn for group in groups for fqn in group.params}
         self.add_models(models, known, groups)
         objects = self.read_objects(claimed, models.rest)
-        sections = recognise(plant((self._paths[name], value) for name, value in objects.items()))
+        tree = plant((self._paths[name], value) for name, value in objects.items())
+        sections = recognise(tree)
         self.problems.extend(sections.problems)
         ties = find_ties(self.tensors, self.stored, frozenset(known), bool(optimizers), self.items)
         self.apply_ties(ties)
@@ -122,7 +123,7 @@ class _Assembly:
             rng=sections.rng,
             data=sections.data,
             objects=objects,
-            topology=infer_topology(self.index, self.stored, objects),
+            topology=find_topology(self.index, self.tensors, self.stored, tree),
             written_by=self.written_by(),
             problems=tuple(self.problems),
         )
