@@ -57,9 +57,15 @@ def train_source(space: Workspace, watcher: Watcher) -> None:
         *settings.training_arguments,
     )
     token = new_token()
-    environment = job_environment(os.environ, {"OMP_NUM_THREADS": "1"}, {}, token)
     log = space.run / "training.log"
-    job = Job(command, space.run, environment, log, timeout_seconds=900, token=token)
+    job = Job(
+        command=command,
+        directory=space.run,
+        environment=job_environment(os.environ, {"OMP_NUM_THREADS": "1"}, {}, token),
+        log=log,
+        timeout_seconds=900,
+        token=token,
+    )
     outcome = run_job(job, watcher)
     if outcome.returncode or not space.source_checkpoint.exists():
         raise ExecutionError(

@@ -30,6 +30,9 @@ exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$world_si
 """
 
 
+SOURCE = Layout(dp_shard=4)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
     """What is trained and where it is moved. Counts are in updates and samples."""
@@ -40,7 +43,7 @@ class DemoSettings:
     size: str = "small"
     precision: str = "float32"
     seed: int = 0
-    source: Layout = Layout(dp_shard=4)
+    source: Layout = SOURCE
     save_at_update: int = 12
     window_updates: int = 20
     global_batch: int = 32
