@@ -99,6 +99,7 @@ def draft_manifest(
     checkpoint: str,
     name: str,
     source: Layout | None = None,
+    likely: Layout | None = None,
     schema: str | None = None,
 ) -> str:
     """Returns the text of a manifest for moving `state` to `destination`, with every open question in it.
@@ -109,6 +110,7 @@ def draft_manifest(
         checkpoint: the checkpoint's path as the manifest is to have it, relative to the manifest.
         name: a name for the migration.
         source: the layout that wrote the checkpoint, if the user says so; else the checkpoint's own record counts.
+        likely: what the source looks like where neither says; it becomes part of the question.
         schema: path of the JSON schema beside the manifest, for editors; None leaves the line out.
     """
     facts = _Facts(state, source or state.topology.layout, destination)
@@ -121,7 +123,7 @@ def draft_manifest(
         "samerun: 1",
     ]
     _put_run(draft, facts, checkpoint, name)
-    _put_sides(draft, facts, told=source is not None)
+    _put_sides(draft, facts, likely, told=source is not None)
     _put_progress(draft, facts)
     _put_batch(draft, facts)
     _put_declare(draft, facts)
@@ -225,7 +227,7 @@ def _optimizer(state: LogicalState) -> tuple[Any, str]:
     return Ask(f"which class is the optimizer? There are {seen}" if slots else f"which optimizer? There is {seen}"), ""
 
 
-def _put_sides(draft: _Draft, facts: _Facts, *, told: bool) -> None:
+def _put_sides(draft: _Draft, facts: _Facts, likely: Layout | None, *, told: bool) -> None:
     topology, source = facts.state.topology, facts.source
     draft.section("source")
     why = "" if told or not topology.inferred else f"concluded from the checkpoint: {topology.inferred}"
@@ -233,7 +235,10 @@ def _put_sides(draft: _Draft, facts: _Facts, *, told: bool) -> None:
         draft.put("layout", source.to_dict(short=True), why)
         draft.put("world_size", source.world_size, _replicas(source))
     else:
-        draft.put("layout", Ask("how were the source's ranks arranged? For example {dp_shard: 4}"))
+        looks = "For example {dp_shard: 4}"
+        if likely is not None:
+            looks = f"The tensors are cut like {yaml_value(likely.to_dict(short=True))}, or with cp like fewer dp_shard"
+        draft.put("layout", Ask(f"how were the source's ranks arranged? {looks}"))
         size = topology.world_size
         draft.put("world_size", size or Ask("on how many ranks?"), why if size else "")
     if (micro := facts.count("microbatch")) and (passes := facts.count("accumulation")):

@@ -8,7 +8,7 @@ from typing import Any
 from samerun.core.state import LogicalState, Role
 from samerun.errors import Problem, Severity
 from samerun.manifest.models import Manifest
-from samerun.plan.layout import check_layout
+from samerun.plan.layout import check_layout, count_row_shards
 
 _SAME_RUN = ("parameters", "buffers", "optimizer", "order", "batch", "schedule", "dtype")
 """What has to be exact for a run to call itself a continuation. Streams and objects may be told apart."""
@@ -192,6 +192,18 @@ def check_origin(manifest: Manifest, state: LogicalState) -> Iterator[Problem]:
                 found=claimed,
                 hint=f"how that is known: {topology.inferred}" if inferred else "",
             )
+    shards = count_row_shards(state)
+    if topology.layout is None and shards is not None and shards != said.dp_shard * said.cp:
+        yield Problem(
+            "SR-PLAN-SOURCE",
+            f"the manifest's source shards over dp_shard x cp = {said.dp_shard * said.cp} ranks, the tensors lie in "
+            f"{shards} row chunks",
+            severity=Severity.WARNING,
+            where=_at("source.layout"),
+            expected=shards,
+            found=said.dp_shard * said.cp,
+            hint="how that is known: every parameter is cut on dimension 0 as FSDP2 does",
+        )
 
 
 def check_progress(manifest: Manifest, state: LogicalState) -> Iterator[Problem]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role, TensorEntry
 from samerun.errors import Problem, Severity
@@ -36,6 +38,43 @@ def check_layout(state: LogicalState, layout: Layout, source: Layout | None = No
     return problems
 
 
+def count_row_shards(state: LogicalState) -> int | None:
+    """Returns into how many row chunks every parameter was cut, as FSDP2 does; None if that is not how they lie.
+
+    Context-parallel ranks shard parameters like data-parallel ones, so the number is `dp_shard x cp` of the source.
+    Whole tensors (DDP, or one pipeline stage) and cuts on other dimensions (TP) give None: they have several readings.
+    """
+    params = [entry for entry in state.tensors.values() if entry.key.role is Role.PARAM and entry.shape]
+    shards = max((len(entry.tiling) for entry in params), default=1)
+    return shards if shards > 1 and all(_in_row_chunks(entry, shards) for entry in params) else None
+
+
+def _in_row_chunks(entry: TensorEntry, shards: int) -> bool:
+    offsets, sizes = entry.tiling.offsets, entry.tiling.sizes
+    filled = sizes.prod(axis=1) > 0
+    offsets, sizes = offsets[filled], sizes[filled]
+    chunk = -(-entry.shape[0] // shards)
+    starts = np.arange(0, entry.shape[0], chunk) if chunk else np.zeros(0, np.int64)
+    order = np.argsort(offsets[:, 0])
+    return (
+        np.array_equal(offsets[order, 0], starts)
+        and np.array_equal(sizes[order, 0], np.minimum(chunk, entry.shape[0] - starts))
+        and not offsets[:, 1:].any()
+        and bool((sizes[:, 1:] == entry.shape[1:]).all())
+    )
+
+
+def likely_source(state: LogicalState) -> Layout | None:
+    """Returns the layout that the cuts look like when nobody used context parallelism, or None.
+
+    A conclusion, not a record: good enough to say how a destination is to be sharded, not to count batch replicas.
+    """
+    world_size, shards = state.topology.world_size, count_row_shards(state)
+    if world_size is None or shards is None or world_size % shards:
+        return None
+    return Layout(dp_replicate=world_size // shards, dp_shard=shards)
+
+
 def _check_shards(params: Iterable[TensorEntry], layout: Layout) -> Iterator[Problem]:
     """Rows are dealt in chunks of ceil(rows / shards), so the last ranks can come away with less or nothing."""
     shards = layout.dp_shard * layout.cp
@@ -48,18 +87,17 @@ def _check_shards(params: Iterable[TensorEntry], layout: Layout) -> Iterator[Pro
         elif rows % shards:
             uneven.append(entry.key.fqn)
     if empty:
-        yield _note("SR-PLAN-EMPTY-SHARDS", f"at {shards} shards some ranks hold nothing of", empty, layout)
+        yield _note("SR-PLAN-EMPTY-SHARDS", f"at {shards} shards some ranks hold nothing of", empty)
     if uneven:
-        yield _note("SR-PLAN-UNEVEN", f"at {shards} shards the last rank holds less than the others of", uneven, layout)
+        yield _note("SR-PLAN-UNEVEN", f"at {shards} shards the last rank holds less than the others of", uneven)
 
 
-def _note(code: str, text: str, names: list[str], layout: Layout) -> Problem:
+def _note(code: str, text: str, names: list[str]) -> Problem:
     return Problem(
         code,
         f"{text} {_some(names)}",
         severity=Severity.NOTE,
         where={"key": "destination.layout"},
-        found=f"{len(names)} tensors at {layout}",
         hint="FSDP2 handles both; converters and hand-written loaders that assume equal shards do not",
     )
 
@@ -77,7 +115,6 @@ def _check_tp(params: Iterable[TensorEntry], tp: int) -> Iterator[Problem]:
             f"tp={tp} divides neither of the leading dimensions of {_some(uncut)}",
             severity=Severity.WARNING,
             where={"key": "destination.layout.tp"},
-            found=f"{len(uncut)} tensors",
             hint="leave these modules out of the tensor-parallel plan, pad them (vocabulary), or take another tp",
         )
 

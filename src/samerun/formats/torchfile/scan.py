@@ -90,7 +90,7 @@ _OPCODES: dict[bytes, tuple[int, int, int, int, int]] = {
     b"R": (0, 2, _SAME, _NO, _PLAIN),  # REDUCE, NEWOBJ, NEWOBJ_EX, BUILD
     b"\x81": (0, 2, _SAME, _NO, _PLAIN),
     b"\x92": (0, 3, _SAME, _NO, _PLAIN),
-    b"b": (0, 2, _SAME, _NO, _PLAIN),
+    b"b": (0, 1, _NONE, _NO, _PLAIN),
     b"Q": (0, 1, _SAME, _NO, _PLAIN),  # BINPERSID
     b"h": (1, 0, _NONE, _NO, _GET1),
     b"j": (4, 0, _NONE, _NO, _GET4),
