@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,5 +78,5 @@ def _tiling(shape: tuple[int, ...], cuts: Sequence[int], replicas: int) -> Tilin
         return Tiling(np.zeros((replicas, 0), np.int64), np.zeros((replicas, 0), np.int64))
     edges = [0, *cuts, shape[0]]
     offsets = [[start, *(0 for _ in shape[1:])] for start in edges[:-1]] * replicas
-    sizes = [[stop - start, *shape[1:]] for start, stop in zip(edges[:-1], edges[1:], strict=True)] * replicas
+    sizes = [[stop - start, *shape[1:]] for start, stop in itertools.pairwise(edges)] * replicas
     return Tiling(np.array(offsets, np.int64), np.array(sizes, np.int64))

@@ -1,4 +1,4 @@
-"""A small training job that carries everything that breaks resumes, on any layout; saved and loaded with torch's own APIs.
+"""A small training job that carries everything that breaks resumes, on any layout; saved and loaded by torch itself.
 
 Vocabulary (29) and width (18) do not divide by 4; there are two groups, a tied head, a frozen and a never-used
 parameter, saved and unsaved buffers, a gated MLP with bias, a parameter of three rows (an empty shard at four ranks),
@@ -7,7 +7,10 @@ a schedule that moves, gradients added up over two passes, and float32 or bfloat
 
 from __future__ import annotations
 
-import math
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -154,10 +157,20 @@ def _template(job: Job) -> dict[str, Any]:
     return {"model": model, "optim": optimizer}
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silences what torch says about a process without a group, and about gathers over two mesh axes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        yield
+
+
 def save(job: Job, folder: Path) -> None:
     """Saves with DCP. Every rank calls it."""
     rest = {"scheduler": job.scheduler.state_dict(), "progress": job.progress, "config": asdict(job.config)}
-    dcp.save({**_template(job), **rest}, checkpoint_id=folder)
+    with quiet():
+        dcp.save({**_template(job), **rest}, checkpoint_id=folder)
 
 
 def load(job: Job, folder: Path) -> None:
@@ -173,7 +186,8 @@ def load(job: Job, folder: Path) -> None:
     for name in stateless:
         del states[name]
     state |= {"scheduler": job.scheduler.state_dict(), "progress": dict(job.progress)}
-    dcp.load(state, checkpoint_id=folder)
+    with quiet():
+        dcp.load(state, checkpoint_id=folder)
     set_state_dict(
         job.model,
         job.optimizer,
@@ -190,10 +204,12 @@ def full_state(job: Job) -> dict[str, np.ndarray]:
     options = StateDictOptions(full_state_dict=True, cpu_offload=False)
     buffers = {name.removeprefix("module.") for name, _ in job.model.named_buffers()}
     state: dict[str, np.ndarray] = {}
-    for name, tensor in get_model_state_dict(job.model, options=options).items():
+    with quiet():
+        model = get_model_state_dict(job.model, options=options)
+        optimizer: Any = get_optimizer_state_dict(job.model, job.optimizer, options=options)
+    for name, tensor in model.items():
         if name != "head.weight" or not job.config.tied:
             state[f"{'buffer' if name in buffers else 'param'}:{name}"] = as_numpy(tensor)
-    optimizer: Any = get_optimizer_state_dict(job.model, job.optimizer, options=options)
     for name, slots in optimizer["state"].items():
         for slot, tensor in slots.items():
             state[f"optim.{slot}:{name}"] = as_numpy(tensor)

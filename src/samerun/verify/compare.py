@@ -189,14 +189,14 @@ def _bits(array: Array) -> Array:
 
 
 def _wide(array: Array) -> Array:
-    """Returns the values in a type in which differences can be taken: float64, or complex128."""
-    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+    """Returns the values in a type in which differences can be taken (float64 or complex128), as a vector."""
+    return array.reshape(-1).astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
 def _sum_of_squares(values: Array) -> float:
     finite = np.abs(values[np.isfinite(values)])
     infinite = bool(np.isinf(values).any()) if values.dtype.kind == "f" else False
-    return math.inf if infinite else float(np.dot(finite.reshape(-1), finite.reshape(-1)))
+    return math.inf if infinite else float(np.dot(finite, finite))
 
 
 # --- everything that is not a tensor ------------------------------------------------------------------------------
