@@ -174,36 +174,6 @@ def _concatenate(parts: Mapping[int, Stored], dim: int, num_shards: int) -> Stor
     return store_boxes(shape, first.dtype, boxes)
 
 
-def check_last_rank(tensors: Sequence[Stored], num_shards: int) -> list[Problem]:
-    """Checks that shapes prove that no rank is missing at the end, and says so where they do not.
-
-    A tensor whose last chunk is shorter ends there, and its chunk size tells how many ranks cut it. Where every tensor
-    divides evenly, one more rank would leave no other trace.
-    """
-    for tensor in tensors:
-        sizes = _chunk_sizes(tensor, num_shards)
-        if sizes is None or sizes[-1] == sizes[0]:
-            continue
-        total, chunk = sum(sizes), sizes[0]
-        if -(-total // (num_shards + 1)) != chunk:
-            return []
-    return [
-        Problem(
-            "SR-RANK-OPEN",
-            f"nothing shows that {num_shards} ranks are all: every tensor divides evenly, or would with one more",
-            severity=Severity.WARNING,
-            hint="with the last rank's file lost, tensors would only look shorter; compare with the model's shapes",
-        )
-    ]
-
-
-def _chunk_sizes(tensor: Stored, num_shards: int) -> list[int] | None:
-    if len(tensor.tiling) < num_shards:
-        return None
-    varying = [dim for dim in range(len(tensor.shape)) if len(set(tensor.tiling.offsets[:, dim].tolist())) > 1]
-    return [int(size) for size in tensor.tiling.sizes[:num_shards, varying[0]]] if len(varying) == 1 else None
-
-
 def _either(dims: Sequence[int]) -> str:
     return " or ".join(map(str, dims))
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from samerun.core.mesh import Layout
 from samerun.core.state import Topology
 from samerun.errors import Problem, Severity
-from samerun.formats.ranklocal.geometry import Inferred, check_last_rank, infer_geometry
+from samerun.formats.ranklocal.geometry import Inferred, infer_geometry
 from samerun.formats.statedict.assemble import assemble
 from samerun.formats.statedict.checkpoint import StateDictCheckpoint
+from samerun.formats.statedict.chunks import check_last_shard
 from samerun.formats.statedict.ranks import Merged, Plain, merge_ranks, replicate, same_content, substitute
 from samerun.formats.statedict.rankset import RankSet, open_rank_set
 from samerun.formats.statedict.saved import SavedState, sort_tree
@@ -52,7 +53,7 @@ def _place_plain(merged: Merged, ranks: list[int], files: MappedFiles, saved: Sa
     inferred = infer_geometry(merged.plain, ranks, files)
     saved.problems += inferred.problems
     if inferred.num_shards > 1:
-        saved.problems += check_last_rank(list(inferred.tensors.values()), inferred.num_shards)
+        saved.problems += check_last_shard(inferred.tensors.values(), inferred.num_shards, "ranks")
     merged.tree = substitute(merged.tree, lambda plain: inferred.tensors[plain.path])
     return inferred
 
