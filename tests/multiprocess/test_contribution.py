@@ -111,7 +111,12 @@ def make_cases(replicas: int) -> list[Case]:
         for sync in (None, "last", "every", None)
     ]
     starved = Dealing(((0,) * (replicas - 1) + (9,), (0,) * (replicas - 1) + (7,)))  # one replica has everything
-    return [*fixed, *drawn, Case("tokens", starved, with_passes=False), Case("tokens", deal(16, replicas, 2), dtype=torch.float32)]
+    return [
+        *fixed,
+        *drawn,
+        Case("tokens", starved, with_passes=False),
+        Case("tokens", deal(16, replicas, 2), dtype=torch.float32),
+    ]
 
 
 def run_update(model: torch.nn.Module, mean: ContributionMean, case: Case, replica: int) -> float:

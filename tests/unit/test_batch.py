@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
 import math
 
@@ -281,3 +283,8 @@ class TestCommand:
         code, text = self.run("--global-batch", "8", "--max-microbatch", "2", *words)
         assert code == 2
         assert text.split() == expected
+
+
+@pytest.mark.parametrize("module", ["batch", "order", "progress"])
+def test_examples_in_docstrings_run(module: str) -> None:
+    assert doctest.testmod(importlib.import_module(f"samerun.core.{module}")).failed == 0

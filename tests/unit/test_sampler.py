@@ -57,7 +57,7 @@ def check_update(parts: list[ElasticSampler], dealt: list[list[list[int]]], expe
     assert sorted(itertools.chain(*itertools.chain(*dealt))) == sorted(expected)
     assert {len(passes) for passes in dealt} == {parts[0].passes}
     sizes = [tuple(len(dealt[r][p]) for r in range(len(parts))) for p in range(parts[0].passes)]
-    assert tuple(sizes) == parts[0].dealing.microbatches
+    assert tuple(sizes) == parts[0].update_dealing.microbatches
     for r, part in enumerate(parts):
         assert part.update_ids().tolist() == list(itertools.chain(*dealt[r]))
         assert parts[0].update_ids(r).tolist() == part.update_ids().tolist()
@@ -311,6 +311,12 @@ class TestLayouts:
         ids = [part.update_ids().tolist() for part in parts]
         assert ids[0::2] == ids[1::2]
         assert sorted(flat(ids[0::2])) == sorted(parts[0].global_ids().tolist())
+
+    def test_a_smaller_last_update_has_a_dealing_of_its_own(self) -> None:
+        sampler = ElasticSampler(14, global_batch=6, replicas=2, replica=0, max_microbatch=2)
+        sampler.seek(2)
+        assert (sampler.passes, sampler.update_dealing) == (1, deal(2, 2, 2))
+        assert sampler.dealing == deal(6, 2, 2)  # what a plan or a trace means by the run's dealing
 
     def test_a_dealing_of_ones_own(self) -> None:
         dealing = Dealing(((3, 1), (1, 1)))
