@@ -57,7 +57,9 @@ def test_unravel_inverts_strides(interval: tuple[tuple[int, ...], int, int]) -> 
 def views(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...], tuple[int, ...]]:
     """A box cut out of a tensor, and where it lands in another tensor."""
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))
-    box = tuple(slice(first, draw(st.integers(first, size))) for size in shape for first in [draw(st.integers(0, size))])
+    box = tuple(
+        slice(first, draw(st.integers(first, size))) for size in shape for first in [draw(st.integers(0, size))]
+    )
     target_shape = tuple((part.stop - part.start) + draw(st.integers(0, 3)) for part in box)
     room = [whole - (part.stop - part.start) for whole, part in zip(target_shape, box, strict=True)]
     return shape, target_shape, box, tuple(draw(st.integers(0, space)) for space in room)

@@ -98,9 +98,7 @@ class Slicer:
     def _matches(self, key: str, name: str) -> bool:
         return any(_match(pattern, name) for pattern in as_list(self._info.get(key)))
 
-    def _fused(
-        self, name: str, shapes: Sequence[tuple[int, ...]]
-    ) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
+    def _fused(self, name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
         """Returns the cut dimension of a fused tensor, and for each of its parts the widths that the ranks hold."""
         if self._matches("parameter_with_2_sub_params_cat_dim_0", name):
             return 0, tuple(tuple(shape[0] // 2 for shape in shapes) for _ in range(2))

@@ -52,7 +52,9 @@ def read_state_file(path: Path, files: MappedFiles) -> StateFile:
     try:
         buffer = files.map(path)
     except OSError as error:
-        raise CorruptCheckpoint(missing_file(path, f"a file of the checkpoint cannot be opened: {error.strerror}")) from None
+        raise CorruptCheckpoint(
+            missing_file(path, f"a file of the checkpoint cannot be opened: {error.strerror}")
+        ) from None
     if _is_cut_off(buffer):
         raise CorruptCheckpoint(_truncated(path, len(buffer)))
     archive = read_archive(buffer, path)
@@ -85,9 +87,7 @@ def missing_file(path: Path, message: str) -> Problem:
     )
 
 
-def read_state_files(
-    paths: dict[Any, Path], files: MappedFiles
-) -> tuple[dict[Any, StateFile], list[Problem]]:
+def read_state_files(paths: dict[Any, Path], files: MappedFiles) -> tuple[dict[Any, StateFile], list[Problem]]:
     """Reads several files; those that cannot be read are left out and are findings."""
     opened: dict[Any, StateFile] = {}
     problems: list[Problem] = []

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from samerun.core.dtype import DType
-from samerun.core.state import LogicalState, RecordedProgress, Role, TensorEntry, TensorKey, Tiling
-from samerun.errors import Problem, Severity
+from samerun.core.state import LogicalState, RecordedProgress
+from samerun.errors import Problem
 from samerun.formats.deepspeed.client import Sections, read_sections
 from samerun.formats.deepspeed.gather import Gatherer, Replica
-from samerun.formats.deepspeed.model import enabled
+from samerun.formats.deepspeed.masters import Gathered, add_counters, by_role, settle_masters
+from samerun.formats.deepspeed.model_tensors import Cutter, Names, add_model, aliases_by_owner, collect_names
+from samerun.formats.deepspeed.opened import topology
 from samerun.formats.deepspeed.states import plain_value
-from samerun.formats.placement import Placement, place_whole
+from samerun.formats.placement import Placement
 from samerun.formats.zero.checks import check_source
-from samerun.formats.zero.model_tensors import Cutter, Names, add_model, aliases_by_owner, collect_names
-from samerun.formats.zero.optimizer_tensors import Flat, add_flat, counter_dtype, groups_of
-from samerun.formats.zero.source import Source, topology_of
+from samerun.formats.zero.optimizer_tensors import Flat, add_flat, groups_of
+from samerun.formats.zero.source import Source
 from samerun.formats.zero.whole_optimizer import add_whole_optimizer
 
 
@@ -45,26 +45,26 @@ def assemble(source: Source) -> Assembled:
     add_model(source, names, cutter, gatherer)
     add = add_whole_optimizer if source.stage == 0 else add_flat
     flat = add(source, names, cutter, gatherer)
-    tensors, placements, replicas = gatherer.finish(aliases_by_owner(names.shared))
-    masters_as_parameters(flat, names, source, tensors, placements, replicas)
-    constants = add_counters(flat, tensors, placements)
+    gathered = Gathered(*gatherer.finish(aliases_by_owner(names.shared)))
+    settle_masters(gathered, flat.masters, names, source.config, "the optimizer's flat buffers")
+    constants = add_counters(gathered, flat.counters)
     sections = read_sections(list(source.models.values()), source.files) if source.models else None
     problems = [*source.problems, *gatherer.problems, *_once(flat.problems)]
     problems += check_source(source, names, cutter, flat, sections)
     state = LogicalState(
         format="zero",
-        tensors=_ordered(tensors),
+        tensors=by_role(gathered.tensors),
         groups=groups_of(flat),
         progress=sections.progress if sections else RecordedProgress(),
         scheduler=sections.scheduler if sections else None,
         rng=sections.rng if sections else {},
         data=sections.data if sections else {},
         objects=_objects(source, sections),
-        topology=topology_of(source),
+        topology=topology(source.degrees, sharded=source.stage > 0),
         written_by=written_by(source),
         problems=tuple(problems),
     )
-    return Assembled(state, placements, constants, tuple(replicas), names, flat, source)
+    return Assembled(state, gathered.placements, constants, tuple(gathered.replicas), names, flat, source)
 
 
 def _once(problems: list[Problem]) -> list[Problem]:
@@ -73,75 +73,6 @@ def _once(problems: list[Problem]) -> list[Problem]:
     for problem in problems:
         seen.setdefault((problem.code, problem.message, str(problem.where.get("file"))), problem)
     return list(seen.values())
-
-
-def masters_as_parameters(
-    flat: Flat,
-    names: Names,
-    source: Source,
-    tensors: dict[str, TensorEntry],
-    placements: dict[str, Placement],
-    replicas: list[Replica],
-) -> None:
-    """Gives every parameter its values.
-
-    A run in fp32 has no masters: its flat buffers are the parameters, and a second copy of those that the model file
-    holds too. In other runs the masters stay, and parameters that no model file holds are the masters' cast.
-    """
-    for fqn, (name, dtype) in flat.masters.items():
-        master, key = f"master:{fqn}", TensorKey(Role.PARAM, fqn)
-        text = str(key)
-        entry = tensors.get(master)
-        if entry is None:
-            continue
-        held = tensors.get(text)
-        own = held.dtype if held is not None else names.dtypes.get(name) or _trained_dtype(source, dtype)
-        aliases = aliases_by_owner(names.shared).get(fqn, ()) if names.shared else ()
-        tensors[master] = replace(entry, aliases=aliases)
-        if held is None:
-            cast = None if own == dtype else own
-            tensors[text] = replace(entry, key=key, dtype=own, aliases=aliases)
-            placements[text] = replace(placements[master], cast=cast)
-            replicas += [replace(copy, key=text, placement=replace(copy.placement, cast=cast)) for copy in replicas if copy.key == master]
-        if own == dtype:
-            if held is not None:
-                replicas.append(Replica(text, placements[master], "the optimizer's flat buffers"))
-            del tensors[master], placements[master]
-            replicas[:] = [copy for copy in replicas if copy.key != master]
-
-
-def _trained_dtype(source: Source, master: DType) -> DType:
-    """Returns the type that the run trains in, from its configuration; the masters' own if it names none."""
-    from samerun.core.dtype import DTYPES
-
-    if enabled(source.config, "bf16", "bfloat16"):
-        return DTYPES["bfloat16"]
-    return DTYPES["float16"] if enabled(source.config, "fp16") else master
-
-
-def add_counters(
-    flat: Flat, tensors: dict[str, TensorEntry], placements: dict[str, Placement]
-) -> dict[str, int | float]:
-    """Adds the counters that optimizers keep per shard, to each of its parameters. Returns those kept as plain numbers."""
-    constants: dict[str, int | float] = {}
-    for text, (key, counter) in flat.counters.items():
-        if text in tensors or counter.value is None:
-            continue
-        if counter.extent is not None:
-            placements[text] = place_whole(counter.extent)
-            tensors[text] = TensorEntry(
-                key, counter.extent.shape, counter.extent.dtype, placements[text].tiling, key.fqn
-            )
-        else:
-            constants[text] = counter.value
-            tensors[text] = TensorEntry(key, (), counter_dtype(counter.value), Tiling.whole(()), key.fqn)
-    return constants
-
-
-def _ordered(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Returns tensors by role: parameters, buffers, masters, optimizer."""
-    order = {Role.PARAM: 0, Role.BUFFER: 1, Role.MASTER: 2, Role.EMA: 3, Role.OPTIM: 4}
-    return dict(sorted(tensors.items(), key=lambda item: order[item[1].key.role]))
 
 
 def _objects(source: Source, sections: Sections | None) -> dict[str, object]:
@@ -167,20 +98,3 @@ def written_by(source: Source) -> dict[str, str]:
     name = f"DeepSpeed ZeRO stage {source.stage}"
     found = {"format": name, "recognised": f"looks like ZeRO stage {source.stage}, because {source.because}"}
     return {**({"deepspeed": version} if version else {}), **found}
-
-
-def unknown_classes(source: Source) -> list[Problem]:
-    """Names the classes of objects that are kept as inert records."""
-    names = source.unknown_classes()
-    if not names:
-        return []
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return [
-        Problem(
-            "SR-PKL-UNKNOWN",
-            f"objects of classes that samerun does not know are kept as inert records: {shown}",
-            where={"file": str(source.root)},
-            severity=Severity.NOTE,
-            hint="nothing of them was executed; torch.load with weights_only=False would",
-        )
-    ]

@@ -89,9 +89,7 @@ def check_optimizer_files(
     held = {(name.mp, name.dp or 0): name for name in optims}
     wanted = [(mp, dp) for mp in sorted(set(mp_ranks)) for dp in range(partitions)]
     problems = [
-        _missing(directory, optim_name(mp, dp, precision), dp, partitions)
-        for mp, dp in wanted
-        if (mp, dp) not in held
+        _missing(directory, optim_name(mp, dp, precision), dp, partitions) for mp, dp in wanted if (mp, dp) not in held
     ]
     return problems, tuple(held[place] for place in wanted if place in held)
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from samerun.core.dtype import DTYPES, DType
+from samerun.core.dtype import DType
 from samerun.core.state import ParamGroup, Role, TensorKey, normalize_fqn
 from samerun.errors import Problem
 from samerun.formats.base import Extent
+from samerun.formats.deepspeed.experts import fused_slice, global_name, local_experts
 from samerun.formats.deepspeed.gather import Gatherer, parts_of_run, pieces_of_run
+from samerun.formats.deepspeed.masters import Counter
 from samerun.formats.deepspeed.model import Shapes
+from samerun.formats.deepspeed.model_tensors import Cutter, Names
+from samerun.formats.deepspeed.slices import Slice
 from samerun.formats.deepspeed.states import enum_number, plain_value
 from samerun.formats.torchfile import TensorRef
-from samerun.formats.zero.experts import fused_slice, global_name, local_experts
 from samerun.formats.zero.layout import (
     ALIGNMENT_ELEMENTS,
     Segment,
@@ -23,17 +26,8 @@ from samerun.formats.zero.layout import (
     partitioned_elements,
     partitioned_segments,
 )
-from samerun.formats.zero.model_tensors import Cutter, Names
 from samerun.formats.zero.shards import FlatShard, OptimStates
 from samerun.formats.zero.source import Source, is_expert_group
-
-
-@dataclass(frozen=True, slots=True)
-class Counter:
-    """A number that an optimizer keeps for a whole shard: the value, or the tensor that holds it."""
-
-    value: int | float | None
-    extent: Extent | None
 
 
 @dataclass(slots=True)
@@ -45,9 +39,7 @@ class Flat:
 
     counters: dict[str, tuple[TensorKey, Counter]] = field(default_factory=dict[str, tuple[TensorKey, Counter]])
     steps: dict[tuple[int, int, int], int | float] = field(default_factory=dict[tuple[int, int, int], int | float])
-    groups: list[tuple[list[str], Mapping[str, Any]]] = field(
-        default_factory=list[tuple[list[str], Mapping[str, Any]]]
-    )
+    groups: list[tuple[list[str], Mapping[str, Any]]] = field(default_factory=list[tuple[list[str], Mapping[str, Any]]])
     masters: dict[str, tuple[str, DType]] = field(default_factory=dict[str, tuple[str, DType]])
     problems: list[Problem] = field(default_factory=list[Problem])
 
@@ -67,7 +59,7 @@ def add_flat(source: Source, names: Names, cutter: Cutter, gatherer: Gatherer) -
     flat = Flat()
     sizes = _shard_lengths(source)
     for (mp, dp), optim in sorted(source.optims.items()):
-        shapes = _shapes_for(source, mp, dp)
+        shapes = shapes_for(source, mp, dp)
         if shapes is None:
             flat.problems.append(_no_shapes(optim))
             continue
@@ -83,7 +75,7 @@ def add_flat(source: Source, names: Names, cutter: Cutter, gatherer: Gatherer) -
     return flat
 
 
-def _shapes_for(source: Source, mp: int, dp: int) -> tuple[Shapes, ...] | None:
+def shapes_for(source: Source, mp: int, dp: int) -> tuple[Shapes, ...] | None:
     """Returns the flattened order that holds for a rank: from its own model file (stage 3), else its pipeline stage's."""
     for place in ((mp, dp), (mp, None)):
         model = source.models.get(place)
@@ -102,7 +94,9 @@ def _shard_lengths(source: Source) -> dict[tuple[int, int], int]:
         for number, shard in enumerate(optim.shards):
             if shard.length:
                 seen.setdefault((mp, number), []).append(shard.length)
-    return {place: max(set(lengths), key=lambda length: (lengths.count(length), length)) for place, lengths in seen.items()}
+    return {
+        place: max(set(lengths), key=lambda length: (lengths.count(length), length)) for place, lengths in seen.items()
+    }
 
 
 def place_of(source: Source, optim: OptimStates, number: int, settings: Mapping[str, Any]) -> _Place:
@@ -156,43 +150,54 @@ class _Adder:
             return
         counters = self._counters(number, shard)
         counts = local_experts(name for name, _ in shapes)
+        for name, shape in shapes:
+            self._announce(shard, global_name(name, counts, place.ep_rank), shape, place, counters)
         for segment in self._segments(number, shapes, place, length):
-            self._add_segment(shard, segment, place, counts, counters)
+            self._add_segment(shard, segment, global_name(segment.name, counts, place.ep_rank), place)
+
+    def _announce(
+        self, shard: FlatShard, name: str, shape: tuple[int, ...], place: _Place, counters: Mapping[str, Counter]
+    ) -> None:
+        """Makes every tensor of the group known, so that one whose only file is missing is missed in values."""
+        full, cut = self._cut(name, shape, place)
+        fqn = normalize_fqn(full)
+        copy = (self.stage, self.rank if cut.replicated else 0, place.copy)
+        for key, extent, _ in self._keys(shard, fqn):
+            self.gatherer.add(key, name, extent.dtype, cut.shape, copy, ())
+        if shard.masters is not None:
+            self.flat.masters.setdefault(fqn, (name, shard.masters.dtype))
+        for slot, counter in counters.items():
+            key = TensorKey(Role.OPTIM, fqn, slot)
+            self.flat.counters.setdefault(str(key), (key, counter))
+
+    def _cut(self, name: str, shape: tuple[int, ...], place: _Place) -> tuple[str, Slice]:
+        fused = fused_slice(name, shape, self.names.fused, place.ep_rank)
+        return fused or self.cutter.cut(name, self.stage, self.rank, shape)
+
+    def _keys(self, shard: FlatShard, fqn: str) -> list[tuple[TensorKey, Extent, str | None]]:
+        """Returns what a shard holds of each of its parameters: key, flat buffer, and slot."""
+        found: list[tuple[TensorKey, Extent, str | None]] = [
+            (TensorKey(Role.OPTIM, fqn, slot), extent, slot) for slot, extent in shard.slots.items()
+        ]
+        if shard.masters is not None:
+            found.append((TensorKey(Role.MASTER, fqn), shard.masters, None))
+        return found
 
     def _segments(self, number: int, shapes: Shapes, place: _Place, length: int) -> Iterator[Segment]:
         if self.optim.stage == 3:
             return partitioned_segments(shapes, place.partitions, place.partition)
         return concatenated_segments(shapes, alignment_of(self.optim, number), length, place.partition)
 
-    def _add_segment(
-        self,
-        shard: FlatShard,
-        segment: Segment,
-        place: _Place,
-        counts: Mapping[str, int],
-        counters: Mapping[str, Counter],
-    ) -> None:
-        name = global_name(segment.name, counts, place.ep_rank)
-        fused = fused_slice(name, segment.shape, self.names.fused, place.ep_rank)
-        full, cut = fused or self.cutter.cut(name, self.stage, self.rank, segment.shape)
-        fqn = normalize_fqn(full)
+    def _add_segment(self, shard: FlatShard, segment: Segment, name: str, place: _Place) -> None:
+        full, cut = self._cut(name, segment.shape, place)
         copy = (self.stage, self.rank if cut.replicated else 0, place.copy)
         parts = parts_of_run(segment.shape, cut, segment.first, segment.count)
-        slots: list[tuple[TensorKey, Extent, str | None]] = [
-            (TensorKey(Role.OPTIM, fqn, slot), extent, slot) for slot, extent in shard.slots.items()
-        ]
-        if shard.masters is not None:
-            slots.append((TensorKey(Role.MASTER, fqn), shard.masters, None))
-            self.flat.masters.setdefault(fqn, (name, shard.masters.dtype))
-        for key, extent, slot in slots:
+        for key, extent, slot in self._keys(shard, normalize_fqn(full)):
             if segment.start + segment.count > extent.shape[0]:
                 self.flat.problems.append(_too_short(self.optim, str(key), extent))
                 continue
             pieces = pieces_of_run(extent, segment.start, segment.shape, cut, parts, slot)
             self.gatherer.add(key, name, extent.dtype, cut.shape, copy, pieces)
-        for slot, counter in counters.items():
-            key = TensorKey(Role.OPTIM, fqn, slot)
-            self.flat.counters.setdefault(str(key), (key, counter))
 
     def _counters(self, number: int, shard: FlatShard) -> dict[str, Counter]:
         """Returns a shard's counters; a step that the group keeps counts where its state has none."""
@@ -214,9 +219,7 @@ def alignment_of(optim: OptimStates, number: int) -> tuple[int, ...]:
     return optim.alignment[number] if optim.alignment and number < len(optim.alignment) else ()
 
 
-def check_length(
-    optim: OptimStates, number: int, shapes: Shapes, partitions: int, usual_length: int
-) -> Problem | None:
+def check_length(optim: OptimStates, number: int, shapes: Shapes, partitions: int, usual_length: int) -> Problem | None:
     """Checks that a group's parameters fill a shard, neither too many nor far too few, and that shards are alike."""
     if optim.stage == 3:
         needed = most = partitioned_elements(shapes, partitions)
@@ -240,7 +243,7 @@ def _groups(source: Source, names: Names, flat: Flat) -> Iterator[tuple[list[str
     """Yields the parameter groups: members in the optimizer's own order, and hyperparameters of the lowest rank."""
     merged: dict[int, tuple[dict[str, None], Mapping[str, Any]]] = {}
     for (mp, dp), optim in sorted(source.optims.items()):
-        shapes = _shapes_for(source, mp, dp) or ()
+        shapes = shapes_for(source, mp, dp) or ()
         for group, settings in enumerate(optim.groups):
             members, _ = merged.setdefault(group, ({}, _plain(source, optim, settings)))
             for number in optim.members[group] if group < len(optim.members) else ():
@@ -279,11 +282,6 @@ def groups_of(flat: Flat) -> tuple[ParamGroup, ...]:
     return tuple(ParamGroup(tuple(members), settings) for members, settings in flat.groups)
 
 
-def counter_dtype(value: int | float) -> DType:
-    """Returns the type in which a plain number is given."""
-    return DTYPES["int64" if isinstance(value, int) else "float64"]
-
-
 def _no_shapes(optim: OptimStates) -> Problem:
     return Problem(
         "SR-ZERO-NOSHAPES",
@@ -312,8 +310,3 @@ def _too_short(optim: OptimStates, key: str, extent: Extent) -> Problem:
         found=f"{extent.shape[0]} elements",
         hint="the file is of a save with another world size or of another model; restore the whole directory",
     )
-
-
-def names_in(shapes: Sequence[Shapes]) -> list[str]:
-    """Returns all names of all groups, in order."""
-    return [name for group in shapes for name, _ in group]

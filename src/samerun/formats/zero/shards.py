@@ -86,7 +86,9 @@ def _stage12(name: FileName, file: StateFile, inner: dict[Any, Any]) -> OptimSta
         file,
         stage=as_count(enum_value(inner.get("zero_stage"))),
         shards=tuple(shards),
-        partitions=tuple(as_count(count) or 0 for count in (counts if isinstance(counts, list) else [counts] * len(masters))),
+        partitions=tuple(
+            as_count(count) or 0 for count in (counts if isinstance(counts, list) else [counts] * len(masters))
+        ),
         groups=tuple(_settings(group) for group in groups),
         members=tuple((number,) for number in range(len(masters))),
         alignment=_alignment(alignment),
@@ -131,7 +133,9 @@ def _partitions(inner: dict[Any, Any], count: int, num_shards: int) -> tuple[int
 
 def _sub_groups(groups: Sequence[Mapping[Any, Any]], num_shards: int) -> tuple[tuple[int, ...], ...]:
     """Returns the sub-groups of each group; the optimizer's state numbers them through, in order."""
-    listed = [tuple(number for number in as_list(group.get("params")) if as_count(number) is not None) for group in groups]
+    listed = [
+        tuple(number for number in as_list(group.get("params")) if as_count(number) is not None) for group in groups
+    ]
     if [number for numbers in listed for number in numbers] == list(range(num_shards)):
         return tuple(listed)
     return tuple((number,) for number in range(num_shards))

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samerun.core.mesh import Layout
-from samerun.core.state import Topology
 from samerun.errors import Problem
 from samerun.formats.deepspeed.model import ModelStates, enabled, read_model, stage_of
 from samerun.formats.deepspeed.names import FileName, model_name
+from samerun.formats.deepspeed.opened import Degrees, model_degrees, sequence_degree
 from samerun.formats.deepspeed.states import (
     KNOWN_CLASSES,
     StateFile,
-    as_count,
     as_dict,
     missing_file,
     read_state_files,
@@ -31,22 +29,6 @@ from samerun.formats.zero.directory import (
 )
 from samerun.formats.zero.shards import OptimStates, read_optim
 from samerun.stores.local import MappedFiles
-
-
-@dataclass(frozen=True, slots=True)
-class Degrees:
-    """Degrees of parallelism. `dp` counts the ranks that share an optimizer; `mp` is `tp` times `pp`."""
-
-    dp: int
-    mp: int
-    tp: int
-    pp: int
-    ep: int = 1
-    cp: int = 1
-
-    def position(self, mp: int) -> tuple[int, int]:
-        """Returns the pipeline stage and the tensor-parallel rank of a model-parallel rank (pipeline outermost)."""
-        return divmod(mp, self.tp)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,17 +143,12 @@ def _degrees(
     optims: Mapping[tuple[int, int], OptimStates],
 ) -> Degrees:
     first = next(iter(models.values()), None)
-    dims = as_dict(first.value.get("checkpoint_parallel_dimensions")) if first else {}
     held = {name.mp for name in (*directory.models, *directory.optims)}
-    mp = (first.count("mp_world_size") if first else None) or (max(held, default=0) + 1)
-    pp = as_count(dims.get("pp_degree")) or (_pipeline_degree(directory, mp) if directory.layers else 1)
-    tp = as_count(dims.get("tp_degree")) or max(1, mp // pp)
-    if tp * pp != mp:
-        tp, pp = (mp // pp, pp) if mp % pp == 0 else (mp, 1)
+    pipeline = _pipeline_degree(directory, max(held, default=0) + 1) if directory.layers else None
+    mp, tp, pp = model_degrees(first, max(held, default=0) + 1, pipeline)
     dp = _data_degree(first, optims, directory)
     ep = max((_expert_degree(optim, dp) for optim in optims.values()), default=1)
-    cp = as_count(first.config.get("sequence_parallel_size")) if first else None
-    return Degrees(dp, mp, tp, pp, ep, cp if cp and dp % cp == 0 else 1)
+    return Degrees(dp, mp, tp, pp, ep, sequence_degree(first, dp))
 
 
 def _pipeline_degree(directory: Directory, mp: int) -> int:
@@ -179,9 +156,7 @@ def _pipeline_degree(directory: Directory, mp: int) -> int:
     return max(1, mp // tensor)
 
 
-def _data_degree(
-    first: ModelStates | None, optims: Mapping[tuple[int, int], OptimStates], directory: Directory
-) -> int:
+def _data_degree(first: ModelStates | None, optims: Mapping[tuple[int, int], OptimStates], directory: Directory) -> int:
     """Returns the number of ranks that shared the optimizer: as the lowest rank's own file says.
 
     Rank 0 takes part in every save, so of two saves in one place its files are the newer one's.
@@ -266,13 +241,3 @@ def _precision(models: Mapping[tuple[int, int | None], ModelStates]) -> str:
 
 def _rank_text(mp: int, dp: int | None) -> str:
     return f"model-parallel rank {mp}" if dp is None else f"data-parallel rank {dp}, model-parallel rank {mp}"
-
-
-def topology_of(source: Source) -> Topology:
-    """Returns the layout that the files record. Stage 0 replicates over the data-parallel ranks, the others shard."""
-    degrees = source.degrees
-    replicas = degrees.dp // degrees.cp
-    shard = {"dp_replicate": replicas} if source.stage == 0 else {"dp_shard": replicas}
-    ep = degrees.ep if (shard.get("dp_shard", 1) * degrees.cp * degrees.tp) % degrees.ep == 0 else 1
-    layout = Layout(pp=degrees.pp, cp=degrees.cp, tp=degrees.tp, ep=ep, **shard)
-    return Topology(world_size=layout.world_size, layout=layout)

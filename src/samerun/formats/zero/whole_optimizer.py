@@ -7,23 +7,23 @@ decide it: the parameter is the one whose values are the rounded master's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from samerun.core.dtype import DType
 from samerun.core.state import Role, TensorKey, normalize_fqn
 from samerun.errors import Problem, Severity
 from samerun.formats.base import Extent, numpy_dtype, view_extent
 from samerun.formats.deepspeed.gather import Gatherer, pieces_of_tensor
+from samerun.formats.deepspeed.masters import Counter
 from samerun.formats.deepspeed.model import ModelStates
+from samerun.formats.deepspeed.model_tensors import Cutter, Names
 from samerun.formats.deepspeed.slices import whole
 from samerun.formats.deepspeed.states import StateFile, as_count, as_dict, as_list, enum_number, plain_value
 from samerun.formats.torchfile import TensorRef
-from samerun.formats.zero.model_tensors import Cutter, Names
-from samerun.formats.zero.optimizer_tensors import Counter, Flat
+from samerun.formats.zero.optimizer_tensors import Flat
 from samerun.formats.zero.positional import match_groups
 from samerun.formats.zero.source import Source
 
@@ -87,7 +87,9 @@ class _Adder:
         plain = plain_value(settings, self.file, self.source.files)
         return {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in plain.items()}
 
-    def _members(self, state: dict[Any, Any], base: dict[Any, Any], groups: list[dict[Any, Any]]) -> list[list[_Member]]:
+    def _members(
+        self, state: dict[Any, Any], base: dict[Any, Any], groups: list[dict[Any, Any]]
+    ) -> list[list[_Member]]:
         states = as_dict(base.get("state"))
         masters = as_list(state.get("fp32_groups"))
         found: list[list[_Member]] = []
@@ -248,11 +250,6 @@ def _rounds_to(master: Extent, parameter: Extent, source: Source) -> bool:
         return np.array_equal(full.astype(numpy_dtype(parameter.dtype)).view(np.uint8), held.copy().view(np.uint8))
 
 
-def dtype_of(extent: Extent) -> DType:
-    """Returns the element type of a stored tensor."""
-    return extent.dtype
-
-
 def _positional(file: StateFile, unnamed: int) -> Problem:
     return Problem(
         "SR-ZERO-POSITIONAL",
@@ -262,8 +259,3 @@ def _positional(file: StateFile, unnamed: int) -> Problem:
         hint="stage 0 saves torch's own optimizer state, without names. It fits only an optimizer built over the same "
         "parameters in the same order; load it in such a job and save it with names",
     )
-
-
-def group_sizes(groups: Sequence[Sequence[Any]]) -> tuple[int, ...]:
-    """Returns how many parameters each group has."""
-    return tuple(map(len, groups))

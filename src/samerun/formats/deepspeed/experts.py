@@ -90,7 +90,5 @@ def fused_slice(
     if not shape or len(held) != shape[0] or any(expert >= layer.num_experts for expert in held):
         return None
     inner = (0,) * (len(shape) - 1)
-    blocks = tuple(
-        Block((number, *inner), (expert, *inner), (1, *shape[1:])) for number, expert in enumerate(held)
-    )
+    blocks = tuple(Block((number, *inner), (expert, *inner), (1, *shape[1:])) for number, expert in enumerate(held))
     return name, Slice((layer.num_experts, *shape[1:]), blocks)

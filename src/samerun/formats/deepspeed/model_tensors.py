@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from samerun.core.dtype import DType
 from samerun.core.state import Role, TensorKey, normalize_fqn
 from samerun.formats.base import Extent
-from samerun.formats.deepspeed.gather import Gatherer, Part, parts_of_run, pieces_of_run, pieces_of_tensor
+from samerun.formats.deepspeed.experts import FusedLayer, fused_layers, fused_slice
+from samerun.formats.deepspeed.gather import Gatherer, parts_of_run, pieces_of_run, pieces_of_tensor
 from samerun.formats.deepspeed.model import ModelStates, shared_storage, tensors_in
 from samerun.formats.deepspeed.names import FileName
+from samerun.formats.deepspeed.opened import Opened
 from samerun.formats.deepspeed.slices import Slice, Slicer, whole
 from samerun.formats.deepspeed.states import StateFile
 from samerun.formats.torchfile import TensorRef
-from samerun.formats.zero.experts import FusedLayer, fused_layers, fused_slice
-from samerun.formats.zero.source import Source
 
 _LAYER_NAME = re.compile(r"(\d+)\.(.+)")
 _TIED = "tied_modules."
@@ -42,7 +42,7 @@ class Names:
     unplaced: dict[str, None] = field(default_factory=dict[str, None])
 
 
-def collect_names(source: Source) -> Names:
+def collect_names(source: Opened) -> Names:
     """Gathers what all model files say about names."""
     names = Names()
     for (mp, _), model in source.models.items():
@@ -73,7 +73,7 @@ def _fragmented(model: ModelStates) -> bool:
 class Cutter:
     """Which part of which tensor a rank holds, over tensor-parallel ranks."""
 
-    def __init__(self, source: Source, names: Names) -> None:
+    def __init__(self, source: Opened, names: Names) -> None:
         self._names = names
         self._degree = source.degrees.tp
         info = next((model.parallel_info for model in source.models.values() if model.parallel_info), {})
@@ -92,7 +92,7 @@ class Cutter:
         return f"{name}[tp={rank}]", whole(shape)
 
 
-def add_model(source: Source, names: Names, cutter: Cutter, gatherer: Gatherer) -> None:
+def add_model(source: Opened, names: Names, cutter: Cutter, gatherer: Gatherer) -> None:
     """Adds every tensor that model, layer and expert files hold as such."""
     for (mp, dp), model in source.models.items():
         stage, rank = source.degrees.position(mp)
@@ -124,7 +124,7 @@ def _add(
 
 
 def _add_fragments(
-    source: Source, names: Names, cutter: Cutter, gatherer: Gatherer, model: ModelStates, dp: int
+    source: Opened, names: Names, cutter: Cutter, gatherer: Gatherer, model: ModelStates, dp: int
 ) -> None:
     """Adds a rank's part of every frozen parameter (stage 3): part `dp` of `ceil(elements / ranks)` each."""
     stage, rank = source.degrees.position(model.name.mp)
@@ -149,7 +149,7 @@ def _add_fragments(
         )
 
 
-def _layer_tensors(source: Source, names: Names) -> Iterator[tuple[str, tuple[int, int], Extent, int]]:
+def _layer_tensors(source: Opened, names: Names) -> Iterator[tuple[str, tuple[int, int], Extent, int]]:
     """Yields the tensors of pipeline layers under the names that the optimizer knows them by, with their copy's number."""
     for file_name, file in source.layers.items():
         for inner, tensor in tensors_in(file.value).items():
@@ -162,7 +162,7 @@ def _layer_tensors(source: Source, names: Names) -> Iterator[tuple[str, tuple[in
             yield tied or name, (0, file_name.tp), file.extent(tensor), (file_name.layer or 0) if tied else 0
 
 
-def _stage_of(source: Source, names: Names, name: str) -> int | None:
+def _stage_of(source: Opened, names: Names, name: str) -> int | None:
     return next((stage for stage in range(source.degrees.pp) if (stage, name) in names.shapes), None)
 
 
@@ -184,7 +184,7 @@ def layer_numbers(names: Names) -> set[int]:
 
 
 def _add_expert(
-    source: Source, names: Names, cutter: Cutter, gatherer: Gatherer, file_name: FileName, file: StateFile
+    source: Opened, names: Names, cutter: Cutter, gatherer: Gatherer, file_name: FileName, file: StateFile
 ) -> None:
     stage, rank = source.degrees.position(file_name.mp)
     for name, tensor in tensors_in(file.value).items():
@@ -225,14 +225,3 @@ def aliases_by_owner(shared: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
             owner = shared[owner]
         owners.setdefault(normalize_fqn(owner), []).append(normalize_fqn(alias))
     return {owner: tuple(names) for owner, names in owners.items()}
-
-
-__all__ = [
-    "Cutter",
-    "Names",
-    "Part",
-    "add_model",
-    "aliases_by_owner",
-    "collect_names",
-    "layer_numbers",
-]
