@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from samerun.core.mesh import Layout
+from samerun.errors import Problem
 from samerun.formats.placement import PlacedCheckpoint
 from samerun.formats.zero.assemble import Assembled, assemble
+from samerun.formats.zero.deep import check_values
+from samerun.formats.zero.loadable import check_destination
 from samerun.formats.zero.source import read_source
 from samerun.stores.local import MappedFiles
 
@@ -25,3 +29,11 @@ class ZeroCheckpoint(PlacedCheckpoint):
     def __init__(self, path: Path, assembled: Assembled, files: MappedFiles) -> None:
         super().__init__(path, assembled.state, assembled.placements, assembled.constants, files)
         self.assembled = assembled
+
+    def check_values(self) -> list[Problem]:
+        """Reads every byte and returns what only values show. See `samerun.formats.zero.deep`."""
+        return check_values(self, self.assembled)
+
+    def check_destination(self, destination: Layout) -> list[Problem]:
+        """Returns why DeepSpeed itself would not load the checkpoint at another layout; nothing if it would."""
+        return check_destination(self.assembled.source, destination)
