@@ -1,12 +1,14 @@
 """Real text that every machine has: the sources of Python's own standard library, as bytes, cut into samples.
 
-Files are cut one by one, so the last sample of each file is shorter than the others: samples differ in how many valid
-tokens they hold, as they do in real training.
+Files are cut into paragraphs (at empty lines) and those into blocks, so the last sample of each paragraph is shorter
+than the others: samples differ in how many valid tokens they hold, as they do in real training.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import re
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,17 +36,19 @@ class Batch:
 
 
 class SourceText(Dataset):
-    """Sample i is (i, inputs, targets): up to `block` tokens of one file and the tokens that follow them."""
+    """Sample i is (i, inputs, targets): up to `block` tokens of one paragraph and the token that follows each."""
 
     def __init__(self, files: Sequence[Path], block: int) -> None:
         self.block = block
         self.texts: list[Tensor] = []
-        self.samples: list[tuple[int, int]] = []  # (file, first token)
+        self.samples: list[tuple[int, int, int]] = []  # (file, first token, one past the last)
         digest = hashlib.sha256()
         for path in files:
             data = path.read_bytes()
             digest.update(data)
-            self.samples += [(len(self.texts), start) for start in range(0, len(data) + 1, block)]
+            ends = [match.end() + 1 for match in re.finditer(rb"\n\n+", data)]
+            for start, end in itertools.pairwise([0, *ends, len(data) + 1]):
+                self.samples += [(len(self.texts), at, min(at + block, end)) for at in range(start, end, block)]
             text = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(torch.int16) if data else torch.empty(0)
             self.texts.append(torch.cat([torch.tensor([BEGIN]), text, torch.tensor([END])]).to(torch.int16))
         self.fingerprint = digest.hexdigest()[:16]
@@ -53,8 +57,8 @@ class SourceText(Dataset):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
-        file, start = self.samples[index]
-        window = self.texts[file][start : start + self.block + 1].long()
+        file, start, end = self.samples[index]
+        window = self.texts[file][start : end + 1].long()
         return index, window[:-1], window[1:]
 
     def collate(self, samples: Sequence[tuple[int, Tensor, Tensor]]) -> Batch:
@@ -82,4 +86,4 @@ def load_text(block: int, size: str = "small") -> tuple[SourceText, Batch]:
     held_out, training = files[::10], [path for i, path in enumerate(files) if i % 10]
     unseen = SourceText(held_out[:2], block)
     fixed = unseen.collate([unseen[i] for i in range(0, len(unseen), max(1, len(unseen) // 8))][:8])
-    return SourceText(training if size == "small" else training[:24], block), fixed
+    return SourceText(training[: 24 if size == "tiny" else 80], block), fixed

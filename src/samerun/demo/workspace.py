@@ -1,9 +1,9 @@
 """Where a demonstration lives on disk: one trained run, and one folder per move that is made of it.
 
-    DIR/example/                     the training script and its modules, copied so that they can be read and changed
-    DIR/run-SIZE/checkpoints/        what the run saved
-    DIR/run-SIZE/trace/              its own record
-    DIR/run-SIZE/moves/NAME/         move.yaml, launch.sh, run/ (the run directory), report.html
+DIR/example/                     the training script and its modules, copied so that they can be read and changed
+DIR/run-SIZE/checkpoints/        what the run saved
+DIR/run-SIZE/trace/              its own record
+DIR/run-SIZE/moves/NAME/         move.yaml, launch.sh, run/ (the run directory), report.html
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$world_si
 """
 
 
+SOURCE = Layout(dp_shard=4)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
     """What is trained and where it is moved. Counts are in updates and samples."""
@@ -40,7 +43,7 @@ class DemoSettings:
     size: str = "small"
     precision: str = "float32"
     seed: int = 0
-    source: Layout = Layout(dp_shard=4)
+    source: Layout = SOURCE
     save_at_update: int = 12
     window_updates: int = 20
     global_batch: int = 32
@@ -110,29 +113,35 @@ class Workspace:
         """The run directory of this move."""
         return self.move / "run"
 
-    def prepare(self) -> None:
-        """Makes the folders, the copy of the example and the launcher. A move made before is begun anew."""
-        settings = self.settings
-        marker = settings.directory / ".samerun-demo"
-        if settings.directory.exists() and any(settings.directory.iterdir()) and not marker.exists():
+    def check_directory(self) -> None:
+        """Makes the demonstration's directory. Raises UsageError if it is something else already."""
+        directory = self.settings.directory
+        marker = directory / ".samerun-demo"
+        if directory.exists() and any(directory.iterdir()) and not marker.exists():
             raise UsageError(
                 Problem(
                     "SR-DEMO-DIR",
-                    f"{settings.directory} exists and was not made by `samerun demo`",
-                    where={"file": str(settings.directory)},
+                    f"{directory} exists and was not made by `samerun demo`",
+                    where={"file": str(directory)},
                     hint="name another directory with --dir; this one is left alone",
                 )
             )
-        settings.directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         marker.touch()
+
+    def copy_example(self) -> None:
+        """Copies the example beside the runs, unless it is there: a copy that was edited stays as it is."""
         if not self.example.exists():
             shutil.copytree(find_example(), self.example, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+
+    def prepare(self) -> None:
+        """Makes this move's folder, launcher and, for damage to files, its own checkpoint. An earlier one is redone."""
         if self.move.exists():
             shutil.rmtree(self.move)
         self.move.mkdir(parents=True)
-        arguments = " ".join(settings.training_arguments)
+        arguments = " ".join(self.settings.training_arguments)
         self.launcher.write_text(LAUNCHER.format(arguments=arguments), encoding="utf-8")
-        if self.checkpoint != self.source_checkpoint and self.source_checkpoint.exists():
+        if self.checkpoint != self.source_checkpoint:
             shutil.copytree(self.source_checkpoint, self.checkpoint)
 
 

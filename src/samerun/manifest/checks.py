@@ -112,7 +112,8 @@ def _check_batch(batch: Batch, locate: Locate) -> Iterator[Problem]:
             "SR-MAN-BATCH",
             "a learning rate value goes with policy value, and only with it",
             where=locate(("batch", "changed", "learning_rate")),
-            found={"policy": rate.policy, "value": rate.value},
+            expected="a value" if rate.policy == "value" else "no value",
+            found=f"policy {rate.policy}, value {rate.value}",
         )
 
 

@@ -38,9 +38,9 @@ def known_keys(path: Path) -> tuple[str, ...]:
 
 
 def accepted(path: Path) -> str:
-    """Returns in words what may stand at `path`, such as `exact | expected-to-change | {bounded: number}`.
+    """Returns in words what may stand at `path`, such as `exact | expected-to-change | {bounded}`.
 
-    Empty for a path that the schema does not know.
+    A mapping is given by its keys, those that may be left out with a question mark. Empty for an unknown path.
     """
     return " | ".join(dict.fromkeys(_in_words(node) for node in _nodes(path)))
 
@@ -118,7 +118,7 @@ def _mapping_in_words(node: dict[str, Any]) -> str:
     if not fields:
         return "a mapping"
     required = node.get("required", ())
-    return "{" + ", ".join(key if key in required else f"[{key}]" for key in fields) + "}"
+    return "{" + ", ".join(key if key in required else f"{key}?" for key in fields) + "}"
 
 
 def _range(node: dict[str, Any]) -> str:

@@ -48,18 +48,17 @@ def _check_shards(params: Iterable[TensorEntry], layout: Layout) -> Iterator[Pro
         elif rows % shards:
             uneven.append(entry.key.fqn)
     if empty:
-        yield _note("SR-PLAN-EMPTY-SHARDS", f"at {shards} shards some ranks hold nothing of", empty, layout)
+        yield _note("SR-PLAN-EMPTY-SHARDS", f"at {shards} shards some ranks hold nothing of", empty)
     if uneven:
-        yield _note("SR-PLAN-UNEVEN", f"at {shards} shards the last rank holds less than the others of", uneven, layout)
+        yield _note("SR-PLAN-UNEVEN", f"at {shards} shards the last rank holds less than the others of", uneven)
 
 
-def _note(code: str, text: str, names: list[str], layout: Layout) -> Problem:
+def _note(code: str, text: str, names: list[str]) -> Problem:
     return Problem(
         code,
         f"{text} {_some(names)}",
         severity=Severity.NOTE,
         where={"key": "destination.layout"},
-        found=f"{len(names)} tensors at {layout}",
         hint="FSDP2 handles both; converters and hand-written loaders that assume equal shards do not",
     )
 
@@ -77,7 +76,6 @@ def _check_tp(params: Iterable[TensorEntry], tp: int) -> Iterator[Problem]:
             f"tp={tp} divides neither of the leading dimensions of {_some(uncut)}",
             severity=Severity.WARNING,
             where={"key": "destination.layout.tp"},
-            found=f"{len(uncut)} tensors",
             hint="leave these modules out of the tensor-parallel plan, pad them (vocabulary), or take another tp",
         )
 

@@ -250,31 +250,54 @@ def _refusal(problems: list[Problem]) -> PlanError:
     return UndecidedError(errors) if undecided else PlanError(errors)
 
 
+_INVARIANTS = {
+    "samples-per-update": "every update takes as many samples as before",
+    "valid-tokens-per-update": "every update takes as many valid tokens as before",
+    "schedule-position": "the schedule goes on where it stood",
+}
+_LABELS = {
+    "continuation": "the same run",
+    "approximate-continuation": "the same run up to stated samples",
+    "intentional-change": "another run from here on",
+    "warm-start": "a new run that begins with these weights",
+}
+
+
 def _decisions(manifest: Manifest, chosen: BatchOption) -> Iterator[Decision]:
-    batch = manifest.batch
+    batch, transition = manifest.batch, manifest.transition
     dealt = (
         f"{chosen.global_batch} samples over {chosen.replicas} replicas in {chosen.passes} passes "
         f"of at most {chosen.max_microbatch}"
     )
-    yield Decision("batch.invariant", batch.invariant, f"{batch.invariant.replace('-', ' ')} stays what it was")
+    yield Decision("batch.invariant", batch.invariant, _INVARIANTS[batch.invariant])
     yield Decision("batch.option", chosen.kind, dealt)
     if batch.changed is not None:
         rate = plan_learning_rate(batch)
         text = f"base rate {rate.value}" if rate.factor is None else f"every rate times {rate.factor:g}"
-        yield Decision("batch.changed.learning_rate", str(rate.policy), text)
-    yield Decision("transition.label", manifest.transition.label, manifest.transition.reason or "")
+        yield Decision("batch.changed.learning_rate", str(rate.policy), f"{text}: {batch.changed.reason}")
+    label = "; ".join(filter(None, (_LABELS[transition.label], *_bounds(manifest), transition.reason)))
+    yield Decision("transition.label", transition.label, label)
     for name in Declare.model_fields:
         claim: str | Bounded = getattr(manifest.declare, name)
         if isinstance(claim, Bounded):
             yield Decision(f"declare.{name}", "bounded", f"by {claim.bounded:g}")
         elif claim != "exact":
-            yield Decision(f"declare.{name}", claim, "")
+            yield Decision(f"declare.{name}", claim, "is not compared")
     control = manifest.control
-    again = f"run {control.repeats} times on the source layout"
+    again = f"resumed on {manifest.source.layout.to_layout()}, {control.repeats} runs"
     yield Decision("control.kind", control.kind, f"recorded in {control.trace}" if control.trace else again)
     for metric, tolerance in manifest.tolerances.by_metric().items():
         if tolerance.source == "user":
             yield Decision(f"tolerances.{metric}", f"{tolerance.limit:g}", tolerance.reason)
+
+
+def _bounds(manifest: Manifest) -> Iterator[str]:
+    for does, bound in (
+        ("replayed", manifest.transition.replay_bound),
+        ("omitted", manifest.transition.omission_bound),
+    ):
+        if bound is not None:
+            yield f"at most {bound} samples {does}"
 
 
 _FOLLOWS: tuple[tuple[str, Callable[[MigrationPlan], Any]], ...] = (

@@ -16,9 +16,8 @@ from samerun.core.dtype import DType
 from samerun.errors import CorruptCheckpoint, Problem
 
 if TYPE_CHECKING:
-    from samerun.formats.base import Checkpoint
-
     from samerun.core.state import TensorEntry
+    from samerun.formats.base import Checkpoint
 
 Array = npt.NDArray[Any]
 
@@ -31,16 +30,16 @@ def digest_array(key: str, array: Array, dtype: DType, shape: Sequence[int], off
 
     seed = np.uint64(digest_seed(key, dtype, shape))
     total = 0
-    for start, block in _blocks(array):
+    for start, block in [(0, array)] if array.flags.c_contiguous else blocks(array):
         position = (offsets[0] + start, *offsets[1:]) if array.ndim else ()
         runs = box_runs(*complex_as_two(dtype, shape, position, block.shape))
         total += int(sum_terms(bits_of(block), runs.starts, runs.length, seed))
     return total & MASK
 
 
-def _blocks(array: Array) -> Iterator[tuple[int, Array]]:
-    """Yields (first row, rows): the array itself if it is contiguous, else pieces small enough to copy."""
-    if array.flags.c_contiguous or array.nbytes <= _BLOCK_BYTES:
+def blocks(array: Array) -> Iterator[tuple[int, Array]]:
+    """Yields (first row, rows) in blocks of a few tens of MiB, for work that has to copy the values."""
+    if array.ndim == 0 or array.nbytes <= _BLOCK_BYTES:
         yield 0, array
         return
     rows = max(1, _BLOCK_BYTES * array.shape[0] // array.nbytes)
@@ -75,21 +74,12 @@ def digest_cast(checkpoint: Checkpoint, key: str, as_key: str, dtype: DType) -> 
     target = numpy_dtype(dtype)
     total = 0
     for offsets, array in read_pieces(checkpoint, key):
-        for start, block in _small_blocks(array):
+        for start, block in blocks(array):
             position = (offsets[0] + start, *offsets[1:]) if array.ndim else ()
             with np.errstate(all="ignore"):
                 cast = block.astype(target)
             total += digest_array(as_key, cast, dtype, entry.shape, position)
     return to_hex(total)
-
-
-def _small_blocks(array: Array) -> Iterator[tuple[int, Array]]:
-    if array.ndim == 0 or array.nbytes <= _BLOCK_BYTES:
-        yield 0, array
-        return
-    rows = max(1, _BLOCK_BYTES * array.shape[0] // array.nbytes)
-    for start in range(0, array.shape[0], rows):
-        yield start, array[start : start + rows]
 
 
 def read_pieces(checkpoint: Checkpoint, key: str) -> Iterator[tuple[tuple[int, ...], Array]]:
@@ -191,7 +181,7 @@ def cast_error(checkpoint: Checkpoint, key: str, dtype: DType) -> float:
     target = numpy_dtype(dtype)
     largest, worst = 0.0, 0.0
     for _, array in read_pieces(checkpoint, key):
-        for _, block in _small_blocks(array):
+        for _, block in blocks(array):
             with np.errstate(all="ignore"):
                 exact = block.astype(np.float64)
                 error = np.abs(block.astype(target).astype(np.float64) - exact)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from samerun.core.plain import MISSING, plain, same_plain
+from samerun.core.plain import MISSING, plain, same_plain, unbox
 from samerun.core.state import TensorKey
 from samerun.errors import Problem, Severity
 from samerun.verify.match import is_counter, model_aliases
@@ -258,11 +258,10 @@ def _saved_counters(loaded: Loaded) -> dict[str, float]:
     counters: dict[str, float] = {}
     with_state = {entry.key.fqn for entry in loaded.state.tensors.values() if entry.key.role == "optim"}
     for group in loaded.state.groups:
-        step = plain(group.hyperparameters.get("step"))
-        number = step.get("value") if isinstance(step, dict) else step
-        for fqn in group.params if number is not None else ():
-            if fqn in with_state:
-                counters[names.get(fqn, fqn)] = float(number)
+        if group.hyperparameters.get("step") is None:
+            continue
+        step: Any = unbox(plain(group.hyperparameters["step"]))
+        counters |= {names.get(fqn, fqn): float(step) for fqn in group.params if fqn in with_state}
     for key, entry in loaded.state.tensors.items():
         if is_counter(entry.key) and entry.num_elements == 1:
             counters[names.get(entry.key.fqn, entry.key.fqn)] = loaded.number(key)

@@ -29,7 +29,7 @@ class Match:
     """How a job's tensors meet a checkpoint's. Keys, in the order of the side that they come from.
 
     `missing` are in the checkpoint only, `unexpected` in the job only. `untied` gives, by the checkpoint's key, several
-    keys of the job that are one tensor in the checkpoint. Step counters are not in here: they are compared by value.
+    keys of the job that are one tensor in the checkpoint.
     """
 
     pairs: tuple[Pair, ...]
@@ -49,11 +49,12 @@ class _Names:
         return self.by_owner.get((part, fqn)) or self.by_alias.get((part, fqn))
 
 
-def match_tensors(state: LogicalState, tensors: Mapping[str, Mapping[str, Any]]) -> Match:
+def match_tensors(state: LogicalState, tensors: Mapping[str, Mapping[str, Any]], *, counters: bool = False) -> Match:
     """Matches the tensors that a job holds (the `tensors` of a trace's state line) with a checkpoint's.
 
     A model tensor meets one of the same name even if one side calls it a parameter and the other a buffer: many
-    formats do not tell, and the job does.
+    formats do not tell, and the job does. Step counters of the checkpoint that meet nothing are missing only if
+    `counters` says that `tensors` lists counters too.
     """
     names = _index(state)
     pairs: list[Pair] = []
@@ -67,7 +68,9 @@ def match_tensors(state: LogicalState, tensors: Mapping[str, Mapping[str, Any]])
         pairs.append(Pair(key, saved[0], tuple(saved[1:])))
         owners.setdefault(saved[0], []).append(key)
     used = {key for pair in pairs for key in (pair.saved, *pair.copies)}
-    missing = tuple(key for key, entry in state.tensors.items() if key not in used and not is_counter(entry.key))
+    missing = tuple(
+        key for key, entry in state.tensors.items() if key not in used and (counters or not is_counter(entry.key))
+    )
     untied = {saved: tuple(keys) for saved, keys in owners.items() if len(keys) > 1}
     return Match(tuple(pairs), missing, tuple(unexpected), untied)
 

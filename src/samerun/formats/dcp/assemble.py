@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from samerun.core.box import check_tilings
 from samerun.core.dtype import DTYPES, DType
 from samerun.core.state import LogicalState, ParamGroup, RecordedProgress, Role, TensorEntry, TensorKey, Tiling
 from samerun.errors import CorruptCheckpoint, FormatError, Problem, Severity
+from samerun.formats.base import coverage_problems
 from samerun.formats.dcp.files import check_leftovers, check_places, find_files
 from samerun.formats.dcp.index import NOWHERE, Index, Ints, StoredTensor
 from samerun.formats.dcp.items import Items, no_place, transformed
@@ -20,7 +22,7 @@ from samerun.formats.dcp.optimizer import MASTER_SLOTS, Optimizer, find_roots, r
 from samerun.formats.dcp.roles import Models, find_models, infer_role, usual_pieces
 from samerun.formats.dcp.sections import plant, recognise
 from samerun.formats.dcp.ties import find_ties
-from samerun.formats.dcp.topology import infer_topology
+from samerun.formats.dcp.topology import find_topology
 from samerun.formats.torchfile.unpickle import Inert, decode_pickle
 from samerun.stores.local import MappedFiles
 
@@ -37,17 +39,18 @@ class Assembled:
     stored: Mapping[str, StoredTensor]
     constants: Mapping[str, int | float]
     items: Items
-    loose: tuple[StoredTensor, ...]
+    index: Index
+    num_metadata: int
 
 
 def assemble_state(root: Path, index: Index, metadata: tuple[Path, ...], maps: MappedFiles) -> Assembled:
     """Builds the logical state of an opened directory. Reads small objects, no tensor of the model."""
-    files, problems = find_files(root, index.files)
+    files, problems = find_files(root, index)
     placing, readable = check_places(index, files, _smallest_items(index))
     items = Items(index, files, readable, maps)
     problems = [*index.problems, *problems, *placing, *check_places_given(index, items)]
     problems += check_leftovers(root, index.files, [file.name for file in metadata])
-    return _Assembly(root, index, items, problems).assemble()
+    return _Assembly(root, index, items, problems, len(metadata)).assemble()
 
 
 def _smallest_items(index: Index) -> Ints:
@@ -66,7 +69,7 @@ def _smallest_items(index: Index) -> Ints:
 
 
 def check_places_given(index: Index, items: Items) -> list[Problem]:
-    """Checks that every chunk with values and every object has a place, and that its bytes are as torch.save left them."""
+    """Checks that every chunk with values and every object has a place, and bytes as torch.save left them."""
     problems: list[Problem] = []
     for tensor in index.tensors:
         lost = (tensor.rows == NOWHERE) & (tensor.tiling.sizes > 0).all(axis=1)
@@ -82,11 +85,12 @@ def check_places_given(index: Index, items: Items) -> list[Problem]:
 class _Assembly:
     """The steps of building one state, in order; each leaves its result for the next."""
 
-    def __init__(self, root: Path, index: Index, items: Items, problems: list[Problem]) -> None:
+    def __init__(self, root: Path, index: Index, items: Items, problems: list[Problem], num_metadata: int) -> None:
         self.root = root
         self.index = index
         self.items = items
         self.problems = problems
+        self.num_metadata = num_metadata
         self.unknown: set[str] = set()
         self._values: dict[str, Any] = {}
         self._failed: set[str] = set()
@@ -108,7 +112,9 @@ class _Assembly:
         known = self.add_slots(optimizers, models) | {fqn for group in groups for fqn in group.params}
         self.add_models(models, known, groups)
         objects = self.read_objects(claimed, models.rest)
-        sections = recognise(plant((self._paths[name], value) for name, value in objects.items()))
+        tree = plant((self._paths[name], value) for name, value in objects.items())
+        self.problems.extend(_loose_coverage(models.rest))
+        sections = recognise(tree)
         self.problems.extend(sections.problems)
         ties = find_ties(self.tensors, self.stored, frozenset(known), bool(optimizers), self.items)
         self.apply_ties(ties)
@@ -122,11 +128,11 @@ class _Assembly:
             rng=sections.rng,
             data=sections.data,
             objects=objects,
-            topology=infer_topology(self.index, self.stored, objects),
+            topology=find_topology(self.index, self.tensors, self.stored, tree),
             written_by=self.written_by(),
             problems=tuple(self.problems),
         )
-        return Assembled(state, self.stored, self.constants, self.items, models.rest)
+        return Assembled(state, self.stored, self.constants, self.items, self.index, self.num_metadata)
 
     def find_optimizers(self, model_fqns: frozenset[str]) -> list[Optimizer]:
         return [
@@ -296,6 +302,15 @@ class _Assembly:
         return found | ({"save_id": self.index.save_id} if self.index.save_id else {})
 
 
+def _loose_coverage(tensors: Iterable[StoredTensor]) -> list[Problem]:
+    """Checks tensors that are in no model and no optimizer, such as RNG states; the others are checked by role."""
+    loose = list(tensors)
+    found = check_tilings([(tensor.shape, tensor.tiling) for tensor in loose])
+    return [
+        problem for tensor, one in zip(loose, found, strict=True) for problem in coverage_problems(tensor.name, one)
+    ]
+
+
 def _twice(key: str, first: str, second: str) -> Problem:
     return Problem(
         "SR-KEY-TWICE",
@@ -304,7 +319,7 @@ def _twice(key: str, first: str, second: str) -> Problem:
         severity=Severity.ERROR,
         expected=first,
         found=second,
-        hint="a model was saved both wrapped and unwrapped, or two optimizers share names; only one can be resumed from",
+        hint="a model was saved wrapped and unwrapped, or two optimizers share names; a run resumes from one of them",
     )
 
 
