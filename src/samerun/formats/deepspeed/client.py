@@ -1,4 +1,4 @@
-"""What DeepSpeed's model files hold beside tensors: progress, scheduler, scaler, and the training script's own state."""
+"""What DeepSpeed's model files hold beside tensors: progress, scheduler, and the training script's own state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from samerun.core.state import RecordedProgress
 from samerun.errors import Problem, Severity
 from samerun.formats.deepspeed.model import ModelStates
+from samerun.formats.deepspeed.opened import Degrees
 from samerun.formats.deepspeed.states import as_count, as_dict, plain_value
 from samerun.stores.local import MappedFiles
 
@@ -23,36 +24,33 @@ _EPOCHS = ("epoch", "current_epoch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sections:
-    """The recognised parts, as plain data. `per_rank` tells whether generators come from every data-parallel rank."""
+    """The recognised parts, as plain data."""
 
     progress: RecordedProgress
     scheduler: Mapping[str, Any] | None = None
     rng: Mapping[str, Any] = field(default_factory=dict[str, Any])
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
     objects: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    per_rank: bool = False
     problems: tuple[Problem, ...] = ()
 
 
-def read_sections(models: Sequence[ModelStates], files: MappedFiles) -> Sections:
+def read_sections(models: Sequence[ModelStates], degrees: Degrees, files: MappedFiles) -> Sections:
     """Sorts everything that is no tensor of the model or optimizer. The first model file speaks for all ranks.
 
-    Generators and data positions are kept per data-parallel rank where every rank wrote its own (stage 3).
+    Generators and data positions are kept per rank where several ranks wrote their own, as `<name>.rank<number>`.
     """
     first = models[0]
-    ranks = [model for model in models if model.name.mp == first.name.mp]
-    per_rank = first.name.dp is not None and len(ranks) > 1
     rng: dict[str, Any] = {}
     data: dict[str, Any] = {}
-    for model in ranks if per_rank else ranks[:1]:
-        prefix = f"rank{model.name.dp}." if per_rank else ""
+    for model in models:
+        suffix = f".rank{_rank_of(model, degrees)}" if len(models) > 1 else ""
         for name, value in model.client.items():
             if _RNG.search(name):
-                rng[prefix + name] = plain_value(value, model.file, files)
+                rng[name + suffix] = plain_value(value, model.file, files)
             elif _DATA.search(name):
-                data[prefix + name] = plain_value(value, model.file, files)
+                data[name + suffix] = plain_value(value, model.file, files)
         if model.value.get("data_sampler") is not None:
-            data[f"{prefix}data_sampler"] = plain_value(model.value["data_sampler"], model.file, files)
+            data[f"data_sampler{suffix}"] = plain_value(model.value["data_sampler"], model.file, files)
     scheduler = plain_value(first.value.get("lr_scheduler"), first.file, files)
     progress, problems = _progress(first, data)
     return Sections(
@@ -61,9 +59,14 @@ def read_sections(models: Sequence[ModelStates], files: MappedFiles) -> Sections
         rng=rng,
         data=data,
         objects=_objects(first, files),
-        per_rank=per_rank,
         problems=tuple(problems),
     )
+
+
+def _rank_of(model: ModelStates, degrees: Degrees) -> int:
+    """Returns the global rank that wrote a model file: tensor-parallel ranks next to each other, pipelines outermost."""
+    stage, tensor = degrees.position(model.name.mp)
+    return (stage * degrees.dp + (model.name.dp or 0)) * degrees.tp + tensor
 
 
 def _objects(model: ModelStates, files: MappedFiles) -> dict[str, Any]:
@@ -117,7 +120,8 @@ def _samples(model: ModelStates) -> tuple[int | None, Problem | None]:
     best = max(values, key=lambda value: (values.count(value), value == own))
     recorded = [place for place in places if place[0] != "global_steps x batch size"]
     if len({value for _, value in recorded}) > 1:
-        return best, _disagree("sample", recorded, Severity.ERROR, model)
+        known = derived is not None and derived == best
+        return best, _disagree("sample", recorded, Severity.WARNING if known else Severity.ERROR, model)
     return recorded[0][1] if recorded else best, None
 
 

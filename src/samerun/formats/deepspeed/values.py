@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -58,7 +58,9 @@ class Odd:
         return self.files.most_common(1)[0][0]
 
 
-def check_checksums(opened: Iterable[StateFile], files: MappedFiles) -> list[Problem]:
+def check_checksums(
+    opened: Iterable[StateFile], files: MappedFiles, advance: Callable[[int], None] | None = None
+) -> list[Problem]:
     """Compares every entry of every file with the checksum that torch.save wrote and torch.load never looks at."""
     problems: list[Problem] = []
     for file in opened:
@@ -70,6 +72,8 @@ def check_checksums(opened: Iterable[StateFile], files: MappedFiles) -> list[Pro
             != record.crc32
         ]
         problems += [_checksum(file, *entry) for entry in bad]
+        if advance is not None:
+            advance(len(buffer))
     return problems
 
 
@@ -195,8 +199,3 @@ def rounded_problem(odd: Odd, dtype: str, code: str) -> list[Problem]:
             "are lost; take the masters from the checkpoint that this one was made from",
         )
     ]
-
-
-def plain_config(config: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns a configuration with text keys."""
-    return {str(key): value for key, value in config.items()}

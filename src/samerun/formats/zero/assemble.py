@@ -48,7 +48,7 @@ def assemble(source: Source) -> Assembled:
     gathered = Gathered(*gatherer.finish(aliases_by_owner(names.shared)))
     settle_masters(gathered, flat.masters, names, source.config, "the optimizer's flat buffers")
     constants = add_counters(gathered, flat.counters)
-    sections = read_sections(list(source.models.values()), source.files) if source.models else None
+    sections = read_sections(list(source.models.values()), source.degrees, source.files) if source.models else None
     problems = [*source.problems, *gatherer.problems, *_once(flat.problems)]
     problems += check_source(source, names, cutter, flat, sections)
     state = LogicalState(

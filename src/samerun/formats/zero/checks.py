@@ -1,8 +1,7 @@
-"""What a directory shows without reading its tensors: files of other saves, swapped ranks, lost groups, counters at odds."""
+"""What a directory shows without reading its tensors: files of other saves, swapped ranks, lost groups and experts."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter as Tally
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,11 +13,10 @@ from samerun.formats.deepspeed.model_tensors import Cutter, Names, layer_numbers
 from samerun.formats.deepspeed.states import as_count, as_dict, as_list, missing_file
 from samerun.formats.zero.loadable import check_loadable
 from samerun.formats.zero.optimizer_tensors import Flat
-from samerun.formats.zero.shards import OptimStates
+from samerun.formats.deepspeed.shards import OptimStates
 from samerun.formats.zero.source import Source
 from samerun.formats.zero.swaps import check_swapped
 
-_TAG = re.compile(r"global_step(\d+)")
 _RUN_SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -28,7 +26,6 @@ def check_source(source: Source, names: Names, cutter: Cutter, flat: Flat, secti
         *(sections.problems if sections else ()),
         *check_generations(source),
         *check_steps(source, flat, sections),
-        *check_tag(source),
         *check_scheduler(source, sections),
         *check_swapped(source, names),
         *check_groups(source),
@@ -37,7 +34,6 @@ def check_source(source: Source, names: Names, cutter: Cutter, flat: Flat, secti
         *check_experts(source),
         *check_slots(source),
         *check_tensor_parallel(source, names, cutter),
-        *check_generators(source, sections),
         *check_unverified(source),
         *check_unknown(source),
         *check_loadable(source, flat),
@@ -79,7 +75,7 @@ def _other_config(first: ModelStates, optim: OptimStates) -> list[Problem]:
 
 def _mixed(file: ModelStates | OptimStates, expected: str, found: str) -> Problem:
     return Problem(
-        "SR-ZERO-MIXED",
+        "SR-FILE-GENERATION",
         "the file is of another save than the others in its directory",
         where={"file": str(file.file.path), "rank": file.name.dp or 0},
         expected=expected,
@@ -89,12 +85,11 @@ def _mixed(file: ModelStates | OptimStates, expected: str, found: str) -> Proble
 
 
 def check_steps(source: Source, flat: Flat, sections: Sections | None) -> list[Problem]:
-    """Compares the optimizer's step over ranks, and with the updates that the run counted."""
+    """Compares the optimizer's step over ranks. With the run's own counter, every format's is compared elsewhere."""
     problems: list[Problem] = []
     by_group: dict[int, dict[tuple[int, int], int | float]] = {}
     for (mp, dp, number), step in flat.steps.items():
         by_group.setdefault(number, {})[(mp, dp)] = step
-    usual = Tally(flat.steps.values()).most_common(1)
     odd: dict[tuple[int, int], tuple[int | float, int | float]] = {}
     for steps in by_group.values():
         most = _majority(steps, sections)
@@ -103,9 +98,6 @@ def check_steps(source: Source, flat: Flat, sections: Sections | None) -> list[P
                 odd.setdefault(place, (most, step))
     if source.stage:
         problems += [_other_step(source.optims[place], *steps) for place, steps in odd.items()]
-    update = sections.progress.update if sections else None
-    if usual and update is not None and usual[0][0] != update and not odd:
-        problems.append(_step_and_update(source, usual[0][0], update))
     return problems
 
 
@@ -118,7 +110,7 @@ def _majority(steps: Mapping[tuple[int, int], int | float], sections: Sections |
 
 def _other_step(optim: OptimStates, most: int | float, step: int | float) -> Problem:
     return Problem(
-        "SR-ZERO-STEP",
+        "SR-FILE-GENERATION",
         f"rank {optim.name.dp}'s optimizer is at step {step:g}, other ranks' are at step {most:g}",
         where={"file": str(optim.file.path), "rank": optim.name.dp},
         expected=most,
@@ -126,38 +118,6 @@ def _other_step(optim: OptimStates, most: int | float, step: int | float) -> Pro
         hint="the file is of another save. Its part of every parameter and moment is of another time than the rest; "
         "DeepSpeed loads it without an error. Use another tag",
     )
-
-
-def _step_and_update(source: Source, step: int | float, update: int) -> Problem:
-    first = source.first
-    return Problem(
-        "SR-CNT-DISAGREE",
-        f"the optimizer counts {step:g} steps and the run {update} updates",
-        severity=Severity.WARNING,
-        where={"file": str(first.file.path if first else source.root), "key": "step"},
-        expected=update,
-        found=step,
-        hint="moments are corrected for bias by the optimizer's own step; find out whether it was reset on the way",
-    )
-
-
-def check_tag(source: Source) -> list[Problem]:
-    """Compares the number in a directory's name with the number of steps inside."""
-    match, first = _TAG.fullmatch(source.root.name), source.first
-    steps = first.count("global_steps") if first is not None else None
-    if match is None or steps is None or first is None or int(match[1]) == steps:
-        return []
-    return [
-        Problem(
-            "SR-CNT-DISAGREE",
-            f"the directory is named after step {match[1]} and holds step {steps}",
-            severity=Severity.WARNING,
-            where={"file": str(first.file.path), "key": "global_steps"},
-            expected=int(match[1]),
-            found=steps,
-            hint="the directory was renamed, or the tag was given by hand; scripts that parse it will count on wrongly",
-        )
-    ]
 
 
 def check_scheduler(source: Source, sections: Sections | None) -> list[Problem]:
@@ -188,10 +148,7 @@ def check_groups(source: Source) -> list[Problem]:
     problems: list[Problem] = []
     first = next(iter(source.optims.values()), None)
     for optim in source.optims.values():
-        if optim.shards and not optim.groups:
-            problems.append(_no_groups(optim))
-            break
-        if first is not None and optim.stage != 3 and len(optim.groups) != len(optim.shards):
+        if optim.groups and optim.stage != 3 and len(optim.groups) != len(optim.shards):
             problems.append(_lost_groups(optim))
             break
     for optim in source.optims.values():
@@ -214,20 +171,9 @@ def _other_settings(first: OptimStates, optim: OptimStates) -> Iterator[Problem]
             )
 
 
-def _no_groups(optim: OptimStates) -> Problem:
-    return Problem(
-        "SR-ZERO-NOGROUPS",
-        "the checkpoint keeps no hyperparameters of its parameter groups",
-        severity=Severity.WARNING,
-        where={"file": str(optim.file.path)},
-        hint="an elastic checkpoint holds flat state only. Learning rate, decay and betas come from the script that loads "
-        "it: compare them with the run's configuration before resuming",
-    )
-
-
 def _lost_groups(optim: OptimStates) -> Problem:
     return Problem(
-        "SR-ZERO-NOGROUPS",
+        "SR-ZERO-GROUPS",
         "the optimizer file has flat buffers for more or fewer groups than it has hyperparameters for",
         where={"file": str(optim.file.path), "rank": optim.name.dp},
         expected=f"{len(optim.shards)} groups",
@@ -354,23 +300,6 @@ def check_tensor_parallel(source: Source, names: Names, cutter: Cutter) -> list[
             )
         )
     return problems
-
-
-def check_generators(source: Source, sections: Sections | None) -> list[Problem]:
-    """Says when only one rank's generators or data position were kept."""
-    if sections is None or sections.per_rank or source.degrees.dp == 1 or not (sections.rng or sections.data):
-        return []
-    kept = ", ".join([*sections.rng, *sections.data])
-    first = source.first
-    return [
-        Problem(
-            "SR-ZERO-RANKZERO",
-            f"only data-parallel rank 0's own state was kept of {source.degrees.dp} ranks: {kept}",
-            severity=Severity.NOTE,
-            where={"file": str(first.file.path if first else source.root)},
-            hint="below stage 3 one rank writes the model file. Do not give its generators and data position to all ranks",
-        )
-    ]
 
 
 def check_unverified(source: Source) -> list[Problem]:

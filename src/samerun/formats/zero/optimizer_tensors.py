@@ -18,7 +18,7 @@ from samerun.formats.deepspeed.model_tensors import Cutter, Names
 from samerun.formats.deepspeed.slices import Slice
 from samerun.formats.deepspeed.states import enum_number, plain_value
 from samerun.formats.torchfile import TensorRef
-from samerun.formats.zero.layout import (
+from samerun.formats.deepspeed.layout import (
     ALIGNMENT_ELEMENTS,
     Segment,
     concatenated_elements,
@@ -26,7 +26,7 @@ from samerun.formats.zero.layout import (
     partitioned_elements,
     partitioned_segments,
 )
-from samerun.formats.zero.shards import FlatShard, OptimStates
+from samerun.formats.deepspeed.shards import FlatShard, OptimStates
 from samerun.formats.zero.source import Source, is_expert_group
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from samerun.core.mesh import Layout
 from samerun.errors import Problem
+from samerun.formats.base import PayloadCheck
 from samerun.formats.placement import PlacedCheckpoint
 from samerun.formats.zero.assemble import Assembled, assemble
 from samerun.formats.zero.deep import check_values
@@ -30,9 +32,18 @@ class ZeroCheckpoint(PlacedCheckpoint):
         super().__init__(path, assembled.state, assembled.placements, assembled.constants, files)
         self.assembled = assembled
 
-    def check_values(self) -> list[Problem]:
-        """Reads every byte and returns what only values show. See `samerun.formats.zero.deep`."""
-        return check_values(self, self.assembled)
+    @property
+    def num_files(self) -> int:
+        """State files that could be opened."""
+        return len(self.assembled.source.state_files())
+
+    def check_items(self, limit: int | None = None) -> list[Problem]:
+        """Nothing beyond what opening checked already: every file's pickle was read then."""
+        return []
+
+    def check_payloads(self, advance: Callable[[int], None] | None = None) -> PayloadCheck:
+        """Reads every byte: checksums, and what only values show. See `samerun.formats.zero.deep`."""
+        return check_values(self, self.assembled, advance)
 
     def check_destination(self, destination: Layout) -> list[Problem]:
         """Returns why DeepSpeed itself would not load the checkpoint at another layout; nothing if it would."""

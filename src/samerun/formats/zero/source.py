@@ -27,7 +27,7 @@ from samerun.formats.zero.directory import (
     choose_precision,
     read_directory,
 )
-from samerun.formats.zero.shards import OptimStates, read_optim
+from samerun.formats.deepspeed.shards import OptimStates, read_optim
 from samerun.stores.local import MappedFiles
 
 

@@ -15,14 +15,13 @@ from samerun.errors import Problem
 from samerun.formats.base import Extent, view_extent
 from samerun.formats.deepspeed.model import ModelStates, Shapes
 from samerun.formats.deepspeed.model_tensors import Names
-from samerun.formats.zero.layout import concatenated_segments, partitioned_padding
+from samerun.formats.deepspeed.layout import concatenated_segments, partitioned_padding
 from samerun.formats.zero.optimizer_tensors import alignment_of, place_of, shapes_for
-from samerun.formats.zero.shards import OptimStates
+from samerun.formats.deepspeed.shards import OptimStates
 from samerun.formats.zero.source import Source
 
 _MOST_PADDINGS = 64
 _FEWEST_ELEMENTS = 4
-Mapping_ = Mapping[str, tuple[int, int]]
 
 
 def check_swapped(source: Source, names: Names) -> list[Problem]:
@@ -104,24 +103,34 @@ def _by_padding(source: Source) -> list[Problem]:
     ]
 
 
+def tells_last_rank(source: Source) -> bool:
+    """Whether padding shows that every last rank's file is a last rank's: there is enough, and it is all zero."""
+    last = [optim for (_, dp), optim in source.optims.items() if dp == source.degrees.dp - 1]
+    counts = [_padding(source, optim) for optim in last]
+    return bool(counts) and all(seen >= _FEWEST_ELEMENTS and filled == 0 for seen, filled in counts)
+
+
 def _padding_is_filled(source: Source, optim: OptimStates) -> bool:
-    shapes = shapes_for(source, optim.name.mp, optim.name.dp or 0)
+    seen, filled = _padding(source, optim)
+    return seen >= _FEWEST_ELEMENTS and filled * 2 > seen
+
+
+def _padding(source: Source, optim: OptimStates) -> tuple[int, int]:
+    """Returns how many elements of a rank's moments should be padding, and how many of those are not zero."""
+    shapes = shapes_for(source, optim.name.mp, optim.name.dp or 0) or ()
     seen = filled = 0
     for group, members in enumerate(optim.members):
         settings = optim.groups[group] if group < len(optim.groups) else {}
-        if not _keeps_padding_zero(settings):
-            continue
-        for number in members:
-            if shapes is None or number >= len(shapes) or number >= len(optim.shards):
+        for number in members if _keeps_padding_zero(settings) else ():
+            if number >= len(shapes) or number >= len(optim.shards):
                 continue
             place = place_of(source, optim, number, settings)
-            paddings = list(
-                islice(partitioned_padding(shapes[number], place.partitions, place.partition), _MOST_PADDINGS)
-            )
+            found = partitioned_padding(shapes[number], place.partitions, place.partition)
+            paddings = [(start, count) for _, start, count in islice(found, _MOST_PADDINGS)]
             for extent in islice(optim.shards[number].slots.values(), 2):
-                more, nonzero = _count_filled(source, extent, [(start, count) for _, start, count in paddings])
+                more, nonzero = _count_filled(source, extent, paddings)
                 seen, filled = seen + more, filled + nonzero
-    return seen >= _FEWEST_ELEMENTS and filled * 2 > seen
+    return seen, filled
 
 
 def _keeps_padding_zero(settings: Mapping[str, object]) -> bool:

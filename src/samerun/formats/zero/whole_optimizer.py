@@ -252,7 +252,7 @@ def _rounds_to(master: Extent, parameter: Extent, source: Source) -> bool:
 
 def _positional(file: StateFile, unnamed: int) -> Problem:
     return Problem(
-        "SR-ZERO-POSITIONAL",
+        "SR-OPT-POSITIONAL",
         f"{unnamed} parameters of the optimizer are known by number only, and several of the model's could be meant",
         severity=Severity.ERROR,
         where={"file": str(file.path)},

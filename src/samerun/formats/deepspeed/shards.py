@@ -56,11 +56,14 @@ _TAKEN = frozenset({
     "loss_scaler", "ds_version", "universal_checkpoint_info",
 })  # fmt: skip
 
+_OWN_KEYS = frozenset({"partition_count", "zero_stage", "fp32_flat_groups", "group_paddings"})
+
 
 def read_optim(name: FileName, file: StateFile) -> OptimStates:
     """Sorts the content of an optimizer file. Anything malformed is treated as absent."""
     whole = as_dict(file.value)
-    inner = as_dict(whole.get("optimizer_state_dict")) or whole
+    bare = not _OWN_KEYS.isdisjoint(whole)  # a conversion keeps the optimizer's state without the file around it
+    inner = whole if bare else as_dict(whole.get("optimizer_state_dict")) or whole
     if "fp32_flat_groups" in inner or isinstance(inner.get("optimizer_state_dict"), dict):
         return _stage3(name, file, inner)
     return _stage12(name, file, inner)
