@@ -37,7 +37,7 @@ class Sections:
 def read_sections(models: Sequence[ModelStates], degrees: Degrees, files: MappedFiles) -> Sections:
     """Sorts everything that is no tensor of the model or optimizer. The first model file speaks for all ranks.
 
-    Generators and data positions are kept per rank where several ranks wrote their own, as `<name>.rank<number>`.
+    Generators and data positions are kept per rank where several wrote their own, as `<name>.rank<number>`.
     """
     first = models[0]
     rng: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def read_sections(models: Sequence[ModelStates], degrees: Degrees, files: Mapped
 
 
 def _rank_of(model: ModelStates, degrees: Degrees) -> int:
-    """Returns the global rank that wrote a model file: tensor-parallel ranks next to each other, pipelines outermost."""
+    """Returns the global rank that wrote a model file: tensor-parallel ranks side by side, pipelines outermost."""
     stage, tensor = degrees.position(model.name.mp)
     return (stage * degrees.dp + (model.name.dp or 0)) * degrees.tp + tensor
 

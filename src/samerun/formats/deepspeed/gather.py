@@ -101,7 +101,7 @@ class Gatherer:
     def add(
         self, key: TensorKey, original: str, dtype: DType, shape: tuple[int, ...], copy: Copy, pieces: Iterable[Piece]
     ) -> None:
-        """Adds pieces of one copy of a tensor. A copy in another shape or type than the first is a finding, and left out."""
+        """Adds pieces of one copy of a tensor. One in another shape or type than the first is left out, a finding."""
         text = str(key)
         held = self._found.setdefault(text, _Gathered(key, original, dtype, shape, {}))
         added = list(pieces)
@@ -113,7 +113,7 @@ class Gatherer:
     def finish(
         self, aliases: dict[str, tuple[str, ...]]
     ) -> tuple[dict[str, TensorEntry], dict[str, Placement], list[Replica]]:
-        """Returns the tensors, where they lie, and what other copies of them exist. `aliases` are tied names by owner."""
+        """Returns the tensors, where they lie, and their other copies. `aliases` are tied names by owner."""
         tensors: dict[str, TensorEntry] = {}
         placements: dict[str, Placement] = {}
         replicas: list[Replica] = []

@@ -30,7 +30,7 @@ class Segment:
 def concatenated_segments(
     shapes: Shapes, alignment: Sequence[int], partition_elements: int, partition: int
 ) -> Iterator[Segment]:
-    """Yields what part number `partition` of a concatenated group holds. `alignment` is the padding after each parameter.
+    """Yields what part `partition` of a concatenated group holds. `alignment` is the padding after each parameter.
 
     >>> list(concatenated_segments((("a", (3,)), ("b", (4,))), (0, 0), 4, 1))
     [Segment(name='b', shape=(4,), start=0, first=1, count=3)]

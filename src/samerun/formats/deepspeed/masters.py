@@ -17,7 +17,7 @@ from samerun.formats.placement import Placement, place_whole
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A number that an optimizer keeps for many parameters at once: the value, and the tensor that holds it if one does."""
+    """A number that an optimizer keeps for many parameters at once, and the tensor that holds it if one does."""
 
     value: int | float
     extent: Extent | None = None

@@ -150,7 +150,7 @@ def _add_fragments(
 
 
 def _layer_tensors(source: Opened, names: Names) -> Iterator[tuple[str, tuple[int, int], Extent, int]]:
-    """Yields the tensors of pipeline layers under the names that the optimizer knows them by, with their copy's number."""
+    """Yields the tensors of pipeline layers under the names that the optimizer knows, with their copy's number."""
     for file_name, file in source.layers.items():
         for inner, tensor in tensors_in(file.value).items():
             name = f"{file_name.layer}.{inner}"

@@ -86,7 +86,7 @@ def sequence_degree(model: ModelStates | None, dp: int) -> int:
 
 
 def topology(degrees: Degrees, *, sharded: bool) -> Topology:
-    """Returns the layout of the ranks that wrote the files. Stage 0 replicates over data-parallel ranks, others shard."""
+    """Returns the layout of the ranks that wrote the files. `sharded` is False for stage 0, which replicates."""
     replicas = degrees.dp // degrees.cp
     shard, replicate = (replicas, 1) if sharded else (1, replicas)
     ep = degrees.ep if (shard * degrees.cp * degrees.tp) % degrees.ep == 0 else 1

@@ -72,6 +72,7 @@ def _truncated(path: Path, num_bytes: int) -> Problem:
         "SR-FILE-TRUNCATED",
         "the file is empty" if num_bytes == 0 else "the file was cut off: it has no end record",
         where={"file": str(path)},
+        expected="a whole archive",
         found=f"{num_bytes} bytes",
         hint=_RESTORE,
     )
@@ -137,7 +138,7 @@ def _record(value: Inert) -> Any:
 
 
 def enum_number(value: Any, file: StateFile, files: MappedFiles) -> int | float | None:
-    """Returns a number kept as such, as an enumeration's value, or as a tensor of one element; None for anything else."""
+    """Returns a number, an enumeration's value, or the value of a tensor of one element; None for anything else."""
     if isinstance(value, Inert) and len(value.args) == 1:
         value = value.args[0]
     if isinstance(value, bool):

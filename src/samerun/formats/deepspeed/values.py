@@ -34,9 +34,7 @@ class Readable(Protocol):
 
     def locate(self, key: str, piece: int) -> Extent: ...
 
-    def read(
-        self, key: str, offsets: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None
-    ) -> Array: ...
+    def read(self, key: str, offsets: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None) -> Array: ...
 
 
 @dataclass(slots=True)
@@ -89,7 +87,7 @@ def _checksum(file: StateFile, name: str, expected: int, found: int) -> Problem:
 
 
 def compare_replicas(checkpoint: Readable, replicas: Iterable[Replica], files: MappedFiles) -> dict[str, Odd]:
-    """Compares every copy of a tensor with the tensor, bit by bit. Returns what differs, by the copy's label and role."""
+    """Compares every copy of a tensor with it, bit by bit. Returns what differs, by the copy's role and label."""
     found: dict[str, Odd] = {}
     for copy in replicas:
         entry = checkpoint.state.tensors.get(copy.key)
@@ -125,7 +123,7 @@ def _bits(values: Array) -> Array:
 
 
 def compare_masters(checkpoint: Readable, placements: Mapping[str, Placement], files: MappedFiles) -> Odd:
-    """Compares each parameter with its masters, rounded to its type. Parameters that are that cast anyway are left out."""
+    """Compares each parameter with its masters, rounded to its type. Parameters that are that cast are left out."""
     odd = Odd()
     for key, entry in checkpoint.state.tensors.items():
         parameter = f"param:{entry.key.fqn}"
@@ -195,7 +193,7 @@ def rounded_problem(odd: Odd, dtype: str, code: str) -> list[Problem]:
             f"{len(odd.tensors)} masters hold no more than {dtype} can: {odd.text()}",
             severity=Severity.WARNING,
             where={"file": odd.worst(), "tensor": next(iter(odd.tensors))},
-            hint="they were rebuilt from rounded weights, not kept. Small updates that had not yet shown in the weights "
-            "are lost; take the masters from the checkpoint that this one was made from",
+            hint="they were rebuilt from rounded weights, not kept. Small updates that had not yet shown in the "
+            "weights are lost; take the masters from the checkpoint that this one was made from",
         )
     ]

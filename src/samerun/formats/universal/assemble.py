@@ -81,9 +81,7 @@ def assemble(source: Source, recognised: str) -> Assembled:
         written_by=_written_by(source, recognised),
         problems=(*source.problems, *gatherer.problems, *slots.misshapen, *(sections.problems if sections else ())),
     )
-    return Assembled(
-        state, gathered.placements, constants, tuple(gathered.replicas), names, slots, source
-    )
+    return Assembled(state, gathered.placements, constants, tuple(gathered.replicas), names, slots, source)
 
 
 def _add_slots(source: Source, names: Names, gatherer: Gatherer) -> Slots:
@@ -167,9 +165,7 @@ def _shaped(extent: Extent, shape: tuple[int, ...] | None) -> Extent | None:
     return None
 
 
-def _misshapen(
-    file: StateFile, name: str, slot: str, value: TensorRef, shape: tuple[int, ...] | None
-) -> Problem:
+def _misshapen(file: StateFile, name: str, slot: str, value: TensorRef, shape: tuple[int, ...] | None) -> Problem:
     return Problem(
         "SR-UNI-SHAPE",
         f"{slot} of a parameter has another number of elements than the parameter",

@@ -11,7 +11,8 @@ import numpy as np
 from samerun.core.mesh import Layout
 from samerun.core.state import Role
 from samerun.errors import Problem, Severity, has_errors
-from samerun.formats.base import Array, PayloadCheck, numpy_dtype
+from samerun.formats.base import Array, PayloadCheck
+from samerun.formats.deepspeed.gather import Replica
 from samerun.formats.deepspeed.states import as_dict, missing_file
 from samerun.formats.deepspeed.values import (
     Odd,
@@ -22,7 +23,7 @@ from samerun.formats.deepspeed.values import (
     find_rounded,
     rounded_problem,
 )
-from samerun.formats.universal.assemble import LABEL, RANK_ZERO, Assembled
+from samerun.formats.universal.assemble import Assembled
 from samerun.formats.universal.source import COMMON, FOLDER, Source
 
 _SAMPLED_TENSORS = 24
@@ -125,7 +126,7 @@ def check_sample(checkpoint: Readable, assembled: Assembled) -> list[Problem]:
     return [_wrong(source, odd, f"{len(odd)} of {compared} compared")] if odd else []
 
 
-def _spread(assembled: Assembled) -> list[object]:
+def _spread(assembled: Assembled) -> list[Replica]:
     """Returns some of the second copies, spread over all."""
     stride = max(1, len(assembled.replicas) // _SAMPLED_TENSORS)
     return list(islice(assembled.replicas, 0, None, stride))
@@ -208,22 +209,22 @@ def _shared_step(source: Source, count: int) -> Problem:
 def check_groups(assembled: Assembled) -> list[Problem]:
     """Finds lost groups, and groups whose hyperparameters DeepSpeed's loader overwrites with the first one's."""
     source = assembled.source
-    groups = [{key: value for key, value in group.hyperparameters.items()} for group in assembled.state.groups]
+    groups = [dict(group.hyperparameters) for group in assembled.state.groups]
     plain = [{key: value for key, value in group.items() if key != "name"} for group in groups]
     problems: list[Problem] = []
     first = source.first
-    if source.common is not None and first is not None and first.groups is not None and source.stage < 3:
-        if len(groups) != len(first.groups):
-            problems.append(
-                Problem(
-                    "SR-UNI-GROUPS",
-                    "the common file has hyperparameters for another number of groups than the model has",
-                    where={"file": str(source.root / FOLDER / COMMON)},
-                    expected=f"{len(first.groups)} groups",
-                    found=f"{len(groups)} groups",
-                    hint="groups were lost on the way; take them from the original checkpoint",
-                )
+    flattened = first.groups if first is not None and source.common is not None and source.stage < 3 else None
+    if flattened is not None and len(groups) != len(flattened):
+        problems.append(
+            Problem(
+                "SR-UNI-GROUPS",
+                "the common file has hyperparameters for another number of groups than the model has",
+                where={"file": str(source.root / FOLDER / COMMON)},
+                expected=f"{len(flattened)} groups",
+                found=f"{len(groups)} groups",
+                hint="groups were lost on the way; take them from the original checkpoint",
             )
+        )
     if source.stage == 3 and any(group != plain[0] for group in plain[1:]):
         problems.append(
             Problem(
@@ -254,8 +255,8 @@ def check_loader(assembled: Assembled) -> list[Problem]:
                 f"DeepSpeed does not restore {len(left)} buffers and frozen parameters from here: {_some(left)}",
                 severity=Severity.WARNING,
                 where={"file": str(source.root), "tensor": left[0]},
-                hint="load_universal_checkpoint reads only what the optimizer trains. Copy these into the model yourself, from "
-                "the model files beside it",
+                hint="load_universal_checkpoint reads only what the optimizer trains. Copy these into the model yourself, "
+                "from the model files beside it",
             )
         )
     other = "1 or 2" if source.stage == 3 else "3"
@@ -265,8 +266,8 @@ def check_loader(assembled: Assembled) -> list[Problem]:
             f"this was made from ZeRO stage {source.stage}; DeepSpeed cannot load it into stage {other}",
             severity=Severity.NOTE,
             where={"file": str(source.root)},
-            hint="any number of data-parallel ranks is fine, and tensor-parallel degrees that the model's patterns describe. "
-            "Another stage ends in an empty AssertionError: use `samerun convert`",
+            hint="any number of data-parallel ranks is fine, and tensor-parallel degrees that the model's patterns "
+            "describe. Another stage ends in an empty AssertionError: use `samerun convert`",
         )
     )
     return problems
@@ -282,7 +283,8 @@ def check_values(
     odd = _merge([*compare_replicas(checkpoint, assembled.replicas, source.files).values()])
     masters = compare_masters(checkpoint, assembled.placements, source.files)
     odd = _merge([odd, masters])
-    if odd.tensors:
+    known = any(problem.code in ("SR-UNI-VALUES", "SR-UNI-ROUNDROBIN") for problem in checkpoint.state.problems)
+    if odd.tensors and not known:
         problems.append(_wrong(source, list(odd.tensors), f"{len(odd.tensors)} tensors, all values read"))
     trained = {
         entry.key.fqn: entry.dtype for entry in checkpoint.state.tensors.values() if entry.key.role is Role.PARAM
@@ -292,7 +294,7 @@ def check_values(
     problems += rounded_problem(rounded, " or ".join(coarse), "SR-UNI-ROUNDED")
     count = sum(len(file.archive.records) for file in source.state_files())
     intact = False if broken else None
-    doubts = [] if problems or has_errors(source.problems) else [_open(source)]
+    doubts = [] if problems or has_errors(checkpoint.state.problems) else [_open(source)]
     return PayloadCheck(count, count, intact, (*problems, *doubts))
 
 
@@ -302,8 +304,8 @@ def _open(source: Source) -> Problem:
         "whether the conversion took the right values cannot be told from its output alone",
         severity=Severity.NOTE,
         where={"file": str(source.root / FOLDER)},
-        hint="checksums agree, and so does what is kept twice. Moments are kept once: compare with the original checkpoint "
-        "(`samerun diff`)",
+        hint="checksums agree, and so does what is kept twice. Moments are kept once: compare with the original "
+        "checkpoint (`samerun diff`)",
     )
 
 

@@ -29,9 +29,7 @@ class UniversalCheckpoint(PlacedCheckpoint):
     def __init__(self, path: Path, assembled: Assembled, files: MappedFiles) -> None:
         super().__init__(path, assembled.state, assembled.placements, assembled.constants, files)
         self.assembled = assembled
-        self.state = replace(
-            assembled.state, problems=(*assembled.state.problems, *check_assembled(self, assembled))
-        )
+        self.state = replace(assembled.state, problems=(*assembled.state.problems, *check_assembled(self, assembled)))
 
     @property
     def num_files(self) -> int:

@@ -164,9 +164,7 @@ def _read_slots(
     return found, frozenset(paths.keys() - opened.keys()), problems
 
 
-def _stage(
-    models: Mapping[tuple[int, int | None], ModelStates], common: OptimStates | None, files: MappedFiles
-) -> int:
+def _stage(models: Mapping[tuple[int, int | None], ModelStates], common: OptimStates | None, files: MappedFiles) -> int:
     """Returns the ZeRO stage of the run that was converted."""
     recorded = as_dict(common.file.value).get("zero_stage") if common is not None else None
     stage = enum_number(recorded, common.file, files) if common is not None else None

@@ -17,6 +17,7 @@ from samerun.formats.placement import Placement
 from samerun.formats.zero.checks import check_source
 from samerun.formats.zero.optimizer_tensors import Flat, add_flat, groups_of
 from samerun.formats.zero.source import Source
+from samerun.formats.zero.tracker import check_tracker
 from samerun.formats.zero.whole_optimizer import add_whole_optimizer
 
 
@@ -50,7 +51,10 @@ def assemble(source: Source) -> Assembled:
     constants = add_counters(gathered, flat.counters)
     sections = read_sections(list(source.models.values()), source.degrees, source.files) if source.models else None
     problems = [*source.problems, *gatherer.problems, *_once(flat.problems)]
-    problems += check_source(source, names, cutter, flat, sections)
+    problems += [
+        *check_source(source, names, cutter, flat, sections),
+        *check_tracker(source.root, source.problems),
+    ]
     state = LogicalState(
         format="zero",
         tensors=by_role(gathered.tensors),

@@ -10,10 +10,10 @@ from samerun.errors import Problem, Severity
 from samerun.formats.deepspeed.client import Sections
 from samerun.formats.deepspeed.model import ModelStates, enabled
 from samerun.formats.deepspeed.model_tensors import Cutter, Names, layer_numbers
+from samerun.formats.deepspeed.shards import OptimStates
 from samerun.formats.deepspeed.states import as_count, as_dict, as_list, missing_file
 from samerun.formats.zero.loadable import check_loadable
 from samerun.formats.zero.optimizer_tensors import Flat
-from samerun.formats.deepspeed.shards import OptimStates
 from samerun.formats.zero.source import Source
 from samerun.formats.zero.swaps import check_swapped
 
@@ -138,7 +138,7 @@ def check_scheduler(source: Source, sections: Sections | None) -> list[Problem]:
             where={"file": str(first.file.path), "key": "lr_scheduler.last_batch_iteration"},
             expected=steps - 1,
             found=position,
-            hint="the scheduler is stepped more or less often than the optimizer; compare the learning rate with the plan",
+            hint="it is stepped more or less often than the optimizer; compare the learning rate with the plan",
         )
     ]
 
@@ -292,8 +292,8 @@ def check_tensor_parallel(source: Source, names: Names, cutter: Cutter) -> list[
         problems.append(
             Problem(
                 "SR-ZERO-TPUNKNOWN",
-                f"the checkpoint does not say how {len(lost)} tensors were cut over {source.degrees.tp} tensor-parallel "
-                f"ranks, {lost[0]} among them",
+                f"the checkpoint does not say how {len(lost)} tensors were cut over {source.degrees.tp} tensor-"
+                f"parallel ranks, {lost[0]} among them",
                 where={**where, "tensor": lost[0]},
                 hint="each rank's part is listed under its own name. Save with universal_checkpoint_info on the model, "
                 "or join the parts with the tools of the library that cut them",

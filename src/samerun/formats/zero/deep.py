@@ -23,7 +23,7 @@ from samerun.formats.zero.swaps import tells_last_rank
 def check_values(
     checkpoint: Readable, assembled: Assembled, advance: Callable[[int], None] | None = None
 ) -> PayloadCheck:
-    """Reads every byte: checksums, copies that differ, masters against weights, rounding. `advance` is told the bytes."""
+    """Reads every byte: checksums, copies that differ, masters against weights, rounding. `advance` counts bytes."""
     source = assembled.source
     problems = check_checksums(source.state_files(), source.files, advance)
     broken = bool(problems)
@@ -85,8 +85,8 @@ def check_ranked(assembled: Assembled) -> list[Problem]:
             "nothing in the files says which rank wrote which: files of stage 3 under each other's names look the same",
             severity=Severity.NOTE,
             where={"file": str(source.root)},
-            hint="every checksum agrees. If files were never renamed there is nothing to do; a digest taken by the job when "
-            "it saved would decide it",
+            hint="every checksum agrees. If files were never renamed there is nothing to do; a digest taken by the job "
+            "when it saved would decide it",
         )
     ]
 
@@ -114,7 +114,7 @@ def _masters(odd: Odd) -> Problem:
         f"weights are not what the optimizer's masters round to in {len(odd.tensors)} tensors: {odd.text()}",
         where={"file": odd.worst(), "tensor": next(iter(odd.tensors))},
         expected="equal values",
-        found=f"{sum(odd.files.values())} of {odd.compared} pieces differ, {odd.files[odd.worst()]} of them in that file",
+        found=f"{sum(odd.files.values())} of {odd.compared} pieces differ, {odd.files[odd.worst()]} in that file",
         hint="model and optimizer files are of different saves or ranks; DeepSpeed would go on from the masters. Use "
         "another tag",
     )

@@ -134,6 +134,6 @@ def _missing(directory: Directory, name: str, dp: int, partitions: int) -> Probl
         "SR-FILE-MISSING",
         f"the optimizer file of rank {dp} of {partitions} is not there",
         where={"file": str(directory.root / name), "rank": dp},
-        hint="a part of every flattened group is lost with it: moments and, beyond rounding, weights. Restore the file; "
+        hint="a part of every flattened group is lost with it: moments and, beyond rounding, weights. Restore it; "
         "if ranks wrote to disks of their own, gather every rank's files into one directory first",
     )

@@ -60,8 +60,8 @@ def check_conversion(source: Source, flat: Flat) -> list[Problem]:
             _warning(
                 source,
                 "SR-ZERO-ROUNDROBIN",
-                "with round_robin_gradients, DeepSpeed's ds_to_universal mixes up parameters and moments without an error",
-                "its slice maps are in another order than its buffers. samerun reads the buffers; zero_to_fp32 is right too",
+                "with round_robin_gradients, ds_to_universal mixes up parameters and moments without an error",
+                "slice maps are in another order than buffers. samerun goes by the buffers; zero_to_fp32 is right too",
             )
         )
     settings = [{key: value for key, value in group.items() if key != "name"} for _, group in flat.groups]
@@ -96,6 +96,7 @@ def check_destination(source: Source, destination: Layout) -> list[Problem]:
             f"DeepSpeed refuses this checkpoint at that layout, {how}"
             if same_model or source.stage
             else "DeepSpeed cannot change tensor or pipeline parallelism of this checkpoint",
+            severity=Severity.WARNING,
             where={"file": str(source.root)},
             expected=f"dp={held[0]},tp={held[1]},pp={held[2]}",
             found=f"dp={wanted[0]},tp={wanted[1]},pp={wanted[2]}",

@@ -12,12 +12,6 @@ from samerun.errors import Problem
 from samerun.formats.base import Extent
 from samerun.formats.deepspeed.experts import fused_slice, global_name, local_experts
 from samerun.formats.deepspeed.gather import Gatherer, parts_of_run, pieces_of_run
-from samerun.formats.deepspeed.masters import Counter
-from samerun.formats.deepspeed.model import Shapes
-from samerun.formats.deepspeed.model_tensors import Cutter, Names
-from samerun.formats.deepspeed.slices import Slice
-from samerun.formats.deepspeed.states import enum_number, plain_value
-from samerun.formats.torchfile import TensorRef
 from samerun.formats.deepspeed.layout import (
     ALIGNMENT_ELEMENTS,
     Segment,
@@ -26,7 +20,13 @@ from samerun.formats.deepspeed.layout import (
     partitioned_elements,
     partitioned_segments,
 )
+from samerun.formats.deepspeed.masters import Counter
+from samerun.formats.deepspeed.model import Shapes
+from samerun.formats.deepspeed.model_tensors import Cutter, Names
 from samerun.formats.deepspeed.shards import FlatShard, OptimStates
+from samerun.formats.deepspeed.slices import Slice
+from samerun.formats.deepspeed.states import enum_number, plain_value
+from samerun.formats.torchfile import TensorRef
 from samerun.formats.zero.source import Source, is_expert_group
 
 
@@ -76,7 +76,7 @@ def add_flat(source: Source, names: Names, cutter: Cutter, gatherer: Gatherer) -
 
 
 def shapes_for(source: Source, mp: int, dp: int) -> tuple[Shapes, ...] | None:
-    """Returns the flattened order that holds for a rank: from its own model file (stage 3), else its pipeline stage's."""
+    """Returns the flattened order that holds for a rank: its own model file's (stage 3), else its pipeline stage's."""
     for place in ((mp, dp), (mp, None)):
         model = source.models.get(place)
         if model is not None and model.groups is not None:
@@ -244,7 +244,7 @@ def _groups(source: Source, names: Names, flat: Flat) -> Iterator[tuple[list[str
     merged: dict[int, tuple[dict[str, None], Mapping[str, Any]]] = {}
     for (mp, dp), optim in sorted(source.optims.items()):
         shapes = shapes_for(source, mp, dp) or ()
-        for group, settings in enumerate(optim.groups):
+        for group, settings in enumerate(optim.groups or ({},) * len(optim.members)):
             members, _ = merged.setdefault(group, ({}, _plain(source, optim, settings)))
             for number in optim.members[group] if group < len(optim.members) else ():
                 if number >= len(shapes):
@@ -274,6 +274,7 @@ def own_order(source: Source, mp: int, number: int, shapes: Shapes) -> list[str]
 
 def _plain(source: Source, optim: OptimStates, settings: Mapping[str, Any]) -> dict[str, Any]:
     plain = plain_value(dict(settings), optim.file, source.files)
+    plain.pop("moe", None)  # says which group it is, and is no hyperparameter
     return {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in plain.items()}
 
 

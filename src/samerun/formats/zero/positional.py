@@ -17,7 +17,7 @@ _MOST_STATES = 200_000
 
 
 def match_groups(candidates: Sequence[Token], groups: Sequence[Sequence[Token]]) -> list[list[int | None]] | None:
-    """Returns, for each member of each group, the number of the candidate it must be; None for a member that could be several.
+    """Returns, for each member of each group, the number of the candidate it must be; None if it could be several.
 
     Candidates and members are compared by equality (shapes). Each candidate is used at most once, and the members of a
     group follow each other in the candidates' order. Returns None if the groups cannot be laid over the candidates, or

@@ -12,6 +12,7 @@ from samerun.errors import Problem
 from samerun.formats.deepspeed.model import ModelStates, enabled, read_model, stage_of
 from samerun.formats.deepspeed.names import FileName, model_name
 from samerun.formats.deepspeed.opened import Degrees, model_degrees, sequence_degree
+from samerun.formats.deepspeed.shards import OptimStates, read_optim
 from samerun.formats.deepspeed.states import (
     KNOWN_CLASSES,
     StateFile,
@@ -27,7 +28,6 @@ from samerun.formats.zero.directory import (
     choose_precision,
     read_directory,
 )
-from samerun.formats.deepspeed.shards import OptimStates, read_optim
 from samerun.stores.local import MappedFiles
 
 

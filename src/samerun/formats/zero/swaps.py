@@ -13,11 +13,11 @@ import numpy as np
 
 from samerun.errors import Problem
 from samerun.formats.base import Extent, view_extent
+from samerun.formats.deepspeed.layout import concatenated_segments, partitioned_padding
 from samerun.formats.deepspeed.model import ModelStates, Shapes
 from samerun.formats.deepspeed.model_tensors import Names
-from samerun.formats.deepspeed.layout import concatenated_segments, partitioned_padding
-from samerun.formats.zero.optimizer_tensors import alignment_of, place_of, shapes_for
 from samerun.formats.deepspeed.shards import OptimStates
+from samerun.formats.zero.optimizer_tensors import alignment_of, place_of, shapes_for
 from samerun.formats.zero.source import Source
 
 _MOST_PADDINGS = 64
@@ -155,6 +155,6 @@ def _swapped(file: OptimStates | ModelStates, found: str) -> Problem:
         where={"file": str(file.file.path), "rank": file.name.dp},
         expected=f"the slices of rank {file.name.dp}",
         found=found,
-        hint="rank files were renamed or copied into each other's place; DeepSpeed loads them without an error and every "
-        "parameter is wrong. Put them back under their names",
+        hint="rank files were renamed or copied into each other's place; DeepSpeed loads them without an error and "
+        "every parameter is wrong. Put them back under their names",
     )

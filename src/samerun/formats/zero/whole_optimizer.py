@@ -1,7 +1,7 @@
 """Stage 0: torch's own optimizer state dict, whole, by number; 16-bit runs wrap it and add fp32 masters.
 
-Numbers become names by laying the groups over the model's parameters (`positional`); where that leaves a choice, masters
-decide it: the parameter is the one whose values are the rounded master's.
+Numbers become names by laying the groups over the model's parameters (`positional`); where that leaves a choice,
+masters decide it: the parameter is the one whose values are the rounded master's.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ _COMPARED_ELEMENTS = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Member:
-    """One parameter of a positional optimizer: its number, its shape where a slot or master has it, its master."""
+    """One parameter of a positional optimizer: its number, its shape where a slot or master has it, its master.
+
+    `name` is set where values alone told which parameter it is.
+    """
 
     number: int
     shape: tuple[int, ...] | None
     state: Mapping[Any, Any]
     master: Extent | None
+    name: str | None = None
 
 
 def add_whole_optimizer(source: Source, names: Names, cutter: Cutter, gatherer: Gatherer) -> Flat:
@@ -120,33 +124,32 @@ class _Adder:
             members: list[_Member] = []
             for name, run in self._runs(extent, taken) if extent is not None else ():
                 taken.add(name)
-                members.append(_Member(len(members), run.shape, self._cut_slots(states.get(number), extent, run), run))
+                slots = self._cut_slots(states.get(number), extent, run)
+                members.append(_Member(len(members), run.shape, slots, run, name))
             groups.append(members)
         return groups
 
     def _runs(self, flat: Extent, taken: set[str]) -> Iterator[tuple[str, Extent]]:
+        """Yields the parameters that a flat buffer holds, in order, as long as values say which comes next."""
         position = 0
         while position < flat.shape[0]:
-            step = next(
-                (
-                    (name, run)
-                    for name, tensor in self._candidates()
-                    if name not in taken
-                    and (run := _run(flat, position, tensor.shape)) is not None
-                    and _rounds_to(run, self.file.extent(tensor), self.source)
-                ),
-                None,
-            )
+            step = self._next_run(flat, position, taken)
             if step is None:
                 return
             yield step
-            position += max(1, math.prod(step[1].shape))
+            position += math.prod(step[1].shape)
+
+    def _next_run(self, flat: Extent, position: int, taken: set[str]) -> tuple[str, Extent] | None:
+        for name, tensor in self._candidates():
+            run = _run(flat, position, tensor.shape) if name not in taken and 0 not in tensor.shape else None
+            if run is not None and _rounds_to(run, self.file.extent(tensor), self.source):
+                return name, run
+        return None
 
     def _cut_slots(self, state: Any, flat: Extent | None, run: Extent) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for slot, value in as_dict(state).items():
-            same = isinstance(value, TensorRef) and flat is not None and value.shape == flat.shape
-            if same and flat is not None:
+            if isinstance(value, TensorRef) and flat is not None and value.shape == flat.shape:
                 start = (run.offset_bytes - flat.offset_bytes) // flat.dtype.num_bytes
                 found[str(slot)] = _run(self.file.extent(value), start, run.shape)
             else:
@@ -166,11 +169,16 @@ class _Adder:
         known = [[member for member in group if member.shape is not None] for group in members]
         shapes = [[member.shape for member in group] for group in known]
         found = match_groups([tensor.shape for _, tensor in candidates], shapes)
-        by_number: dict[tuple[int, int], str] = {}
+        by_number = {
+            (group, member.number): member.name
+            for group, own in enumerate(members)
+            for member in own
+            if member.name is not None
+        }
         for group, places in enumerate(found or []):
             for member, place in zip(known[group], places, strict=True):
                 if place is not None:
-                    by_number[(group, member.number)] = candidates[place][0]
+                    by_number.setdefault((group, member.number), candidates[place][0])
         taken = set(by_number.values())
         for group, own in enumerate(members):
             for member in own:
