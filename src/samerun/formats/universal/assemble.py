@@ -13,7 +13,7 @@ from samerun.core.state import LogicalState, ParamGroup, RecordedProgress, Role,
 from samerun.errors import CorruptCheckpoint, Problem
 from samerun.formats.base import Extent
 from samerun.formats.deepspeed.client import Sections, read_sections
-from samerun.formats.deepspeed.gather import Gatherer, Replica, parts_of_run, pieces_of_run
+from samerun.formats.deepspeed.gather import Gatherer, Replica, parts_of_run, pieces_of_run, pieces_of_tensor
 from samerun.formats.deepspeed.layout import partitioned_segments
 from samerun.formats.deepspeed.masters import Counter, Gathered, add_counters, by_role, settle_masters
 from samerun.formats.deepspeed.model import Shapes
@@ -21,7 +21,7 @@ from samerun.formats.deepspeed.model_tensors import Cutter, Names, add_model, al
 from samerun.formats.deepspeed.opened import topology
 from samerun.formats.deepspeed.slices import whole
 from samerun.formats.deepspeed.states import StateFile, as_dict, enum_number, plain_value
-from samerun.formats.placement import Placement, place, place_whole
+from samerun.formats.placement import Placement, place
 from samerun.formats.torchfile import TensorRef
 from samerun.formats.universal.source import Source
 
@@ -115,12 +115,15 @@ def _add_slot(
             extent = _shaped(file.extent(value), _shape_of(names, name))
         except CorruptCheckpoint as error:
             slots.misshapen += error.problems
+            _announce(names, gatherer, slots, name, [slot])
             return
         if extent is None:
             slots.misshapen.append(_misshapen(file, name, slot, value, _shape_of(names, name)))
+            _announce(names, gatherer, slots, name, [slot])
             return
         key = TensorKey(Role.MASTER, fqn) if slot == MASTERS else TensorKey(Role.OPTIM, fqn, slot)
-        gatherer.add(key, name, extent.dtype, extent.shape, (0, 0, 0), place_pieces(extent))
+        pieces = pieces_of_tensor(extent, whole(extent.shape))
+        gatherer.add(key, name, extent.dtype, extent.shape, (0, 0, 0), pieces)
         if slot == MASTERS:
             slots.masters[fqn] = (name, extent.dtype)
         return
@@ -139,13 +142,6 @@ def _announce(names: Names, gatherer: Gatherer, slots: Slots, name: str, absent:
         gatherer.add(key, name, DTYPES["float32"], shape or (), (0, 0, 0), ())
         if slot == MASTERS:
             slots.masters[fqn] = (name, DTYPES["float32"])
-
-
-def place_pieces(extent: Extent) -> list[Any]:
-    """Returns a stored tensor as its one piece."""
-    from samerun.formats.deepspeed.gather import pieces_of_tensor
-
-    return pieces_of_tensor(extent, whole(extent.shape))
 
 
 def _shape_of(names: Names, name: str) -> tuple[int, ...] | None:
@@ -270,8 +266,3 @@ def _written_by(source: Source, recognised: str) -> dict[str, str]:
     name = f"DeepSpeed universal checkpoint, from ZeRO stage {source.stage}"
     reason = f"looks like a universal checkpoint, because {recognised}"
     return {**({"deepspeed": version} if version else {}), "format": name, "recognised": reason}
-
-
-def whole_placement(extent: Extent) -> Placement:
-    """Returns the placement of a stored tensor."""
-    return place_whole(extent)

@@ -255,8 +255,8 @@ def check_loader(assembled: Assembled) -> list[Problem]:
                 f"DeepSpeed does not restore {len(left)} buffers and frozen parameters from here: {_some(left)}",
                 severity=Severity.WARNING,
                 where={"file": str(source.root), "tensor": left[0]},
-                hint="load_universal_checkpoint reads only what the optimizer trains. Copy these into the model yourself, "
-                "from the model files beside it",
+                hint="load_universal_checkpoint reads only what the optimizer trains. Copy these into the model "
+                "yourself, from the model files beside it",
             )
         )
     other = "1 or 2" if source.stage == 3 else "3"

@@ -264,7 +264,7 @@ def check_slots(source: Source) -> list[Problem]:
         return []
     return [
         Problem(
-            "SR-ZERO-SLOT",
+            "SR-COV-SLOT",
             f"optimizer state of another shape than its parameters is not read: {', '.join(odd)}",
             where={"file": str(first.file.path)},
             hint="a resume through samerun would lose it. Resume with DeepSpeed at the same world size instead",

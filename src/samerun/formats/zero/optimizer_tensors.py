@@ -285,7 +285,7 @@ def groups_of(flat: Flat) -> tuple[ParamGroup, ...]:
 
 def _no_shapes(optim: OptimStates) -> Problem:
     return Problem(
-        "SR-ZERO-NOSHAPES",
+        "SR-META-SHAPES",
         "no model file says which parameters this optimizer file holds",
         where={"file": str(optim.file.path)},
         hint="flat optimizer files hold numbers only; their names and shapes are in the model files. Restore those",
