@@ -162,5 +162,5 @@ def _no_model(path: Path) -> Problem:
         "SR-FILE-MISSING",
         "there is no model here: none of the names under which save_state writes one",
         where={"file": str(path)},
-        hint="looked for model.safetensors, pytorch_model.bin, numbered parts of them, pytorch_model_fsdp_0, pytorch_model",
+        hint="looked for model.safetensors, pytorch_model.bin, numbered parts of either, pytorch_model_fsdp_0",
     )

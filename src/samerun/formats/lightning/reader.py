@@ -1,7 +1,7 @@
 """Opens a Lightning checkpoint as logical state (pytorch-lightning 1.5 to lightning 2.6).
 
 A `.ckpt` is one torch.save file: `state_dict`, `optimizer_states`, `lr_schedulers`, `loops`, `callbacks`, counters.
-FSDP and model parallel strategies write a directory instead: DCP files with the model and `optimizer_N`, and the rest in
+FSDP and model parallel strategies write a directory instead: DCP files with the model and `optimizer_N`, the rest in
 `meta.pt`.
 """
 

@@ -54,6 +54,15 @@ def is_distributed(value: Any) -> bool:
     return isinstance(value, Inert) and (value.name in _DTENSOR or value.name == _SHARDED)
 
 
+def find_distributed(tree: Any) -> Inert | None:
+    """Returns the first record of a distributed tensor in nested mappings, None if there is none."""
+    if is_distributed(tree):
+        return tree
+    if isinstance(tree, dict):
+        return next((found for item in tree.values() if (found := find_distributed(item)) is not None), None)
+    return None
+
+
 Meshes = dict[int, "_Mesh"]
 
 

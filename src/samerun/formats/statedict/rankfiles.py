@@ -10,9 +10,10 @@ from pathlib import Path
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
 _RANK = re.compile(
-    r"(?P<before>.*?(?:^|[._-])(?:rank|rk|shard|part|proc|process|worker|gpu|device|mp_rank)[._-]?)(?P<rank>\d+)(?P<after>.*)",
+    r"(?P<before>.*?(?:^|[._-])(?:rank|rk|shard|part|proc|process|worker|gpu|device)[._-]?)(?P<rank>\d+)(?P<after>.*)",
     re.IGNORECASE,
 )
+_DEEPSPEED = re.compile(r"(?:bf16_)?(?:zero_pp_rank|mp_rank|layer|expp_rank)_\d+")
 _ONLY_NUMBER = re.compile(r"(?P<before>)(?P<rank>\d+)(?P<after>\.\w+)")
 _OF = re.compile(r"_?of_?(\d+)", re.IGNORECASE)
 
@@ -45,7 +46,7 @@ def match_rank(name: str) -> tuple[str, int] | None:
     >>> match_rank("checkpoint_5.pt") is None
     True
     """
-    if not name.endswith(SUFFIXES):
+    if not name.endswith(SUFFIXES) or _DEEPSPEED.match(name):
         return None
     match = _RANK.fullmatch(name) or _ONLY_NUMBER.fullmatch(name)
     if match is None or len(match["rank"]) > 9:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from samerun.errors import CorruptCheckpoint, FormatError, Problem, Severity, UsageError
-from samerun.formats.statedict.geometry import GeometryError, is_distributed, read_part
+from samerun.formats.statedict.geometry import GeometryError, find_distributed, read_part
 from samerun.formats.statedict.rankfiles import RankFiles, find_rank_files
 from samerun.formats.statedict.ranks import check_ranks
 from samerun.formats.statedict.saved import SavedState
@@ -105,7 +104,7 @@ def _open_all(rank_files: RankFiles, files: MappedFiles, saved: SavedState) -> d
 
 def _recorded_rank(tree: Tree, rank: int, files: MappedFiles) -> int | None:
     """Returns the rank that a file says it is: in its first distributed tensor, or as `rank` beside the model."""
-    found = _first_distributed(tree)
+    found = find_distributed(tree)
     if found is not None:
         try:
             return read_part(found, rank, files, {}).rank
@@ -113,14 +112,6 @@ def _recorded_rank(tree: Tree, rank: int, files: MappedFiles) -> int | None:
             return None
     own = tree.get("rank") if isinstance(tree, Mapping) else None
     return own if type(own) is int and own >= 0 else None
-
-
-def _first_distributed(tree: Any) -> Any:
-    if is_distributed(tree):
-        return tree
-    if isinstance(tree, dict):
-        return next((found for item in tree.values() if (found := _first_distributed(item)) is not None), None)
-    return None
 
 
 def _unreachable(file: Path, error: OSError) -> Problem:

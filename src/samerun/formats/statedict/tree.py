@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,25 @@ class Bound:
 
 
 def open_file(file: Path, files: MappedFiles) -> Bound:
-    """Opens a torch.save file or pickle.
+    """Opens a torch.save file or pickle. Opened again unchanged, as after telling its format, it is not decoded again.
 
     Raises:
         CorruptCheckpoint, UnsupportedVersion: as `read_torch_file` does.
+        OSError: if the file cannot be opened.
     """
-    return Bound(file, read_torch_file(files.map(file), file))
+    found = os.stat(file)
+    key = (file, found.st_ino, found.st_size, found.st_mtime_ns)
+    known = _recent.get(key)
+    if known is None:
+        known = Bound(file, read_torch_file(files.map(file), file))
+        while len(_recent) >= _KEPT_FILES:
+            _recent.pop(next(iter(_recent)))
+        _recent[key] = known
+    return known
+
+
+_recent: dict[tuple[Path, int, int, int], Bound] = {}
+_KEPT_FILES = 2
 
 
 def to_plain(tree: Tree, files: MappedFiles) -> Any:
