@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ from samerun.errors import FormatError, Problem, Severity
 from samerun.formats.base import Checkpoint
 from samerun.formats.statedict.checkpoint import Held, StateDictCheckpoint
 from samerun.formats.statedict.naming import Named, name_optimizer
-from samerun.formats.statedict.optimizer import MASTER_SLOTS, parse_optimizer
+from samerun.formats.statedict.optimizer import MASTER_SLOTS, check_slots, parse_optimizer
 from samerun.formats.statedict.progress import read_progress
-from samerun.formats.statedict.recognise import is_buffer_name, is_parameter_name, looks_like_model, looks_other
+from samerun.formats.statedict.recognise import is_parameter_name, looks_like_model, looks_other
+from samerun.formats.statedict.roles import assign_roles
 from samerun.formats.statedict.saved import SavedModel, SavedState
 from samerun.formats.statedict.stored import Stored, read_stored
 from samerun.formats.statedict.ties import find_copies, find_shared
@@ -80,6 +80,8 @@ class _Assembly:
 
     def add_optimizers(self, named: Sequence[Named], prefixes: Mapping[int, str]) -> tuple[ParamGroup, ...]:
         groups: list[ParamGroup] = []
+        for one in named:
+            self.problems += check_slots(one.optimizer)
         for one in named:
             prefix = prefixes.get(id(one.model), "")
             names = {key: name if name.startswith("#") else prefix + name for key, name in one.names.items()}
@@ -141,15 +143,13 @@ class _Assembly:
         for owner, names in copies.items():
             ties[owner] = (*ties.get(owner, ()), *names)
             hidden.update(names)
-        usual = _usual_pieces(left.values())
-        for name, tensor in model.tensors.items():
-            if name in hidden:
-                continue
-            fqn = prefix + normalize_fqn(name)
-            role, inferred = _role(model, name, tensor, fqn in known, groups=groups, usual_pieces=usual)
+        shown = {name: tensor for name, tensor in model.tensors.items() if name not in hidden}
+        roles = assign_roles(model, shown, inside, groups=groups)
+        for name, tensor in shown.items():
+            role, inferred = roles[name]
             aliases = tuple(prefix + normalize_fqn(alias) for alias in ties.get(name, ()))
             original = f"{model.name}.{name}" if model.name else name
-            self.add(TensorKey(role, fqn), tensor, original, aliases, inferred=inferred)
+            self.add(TensorKey(role, prefix + normalize_fqn(name)), tensor, original, aliases, inferred=inferred)
 
     def report_wrappers(self, models: Sequence[SavedModel]) -> None:
         for model in models:
@@ -247,33 +247,6 @@ def _prefixes(models: Sequence[SavedModel], named: Sequence[Named]) -> dict[int,
     clash = len(names) > len(set(names))
     bare = set[int]() if clash else {id(model) for model in chief}
     return {id(model): "" if id(model) in bare or not model.name else f"{model.name}." for model in mains}
-
-
-def _role(
-    model: SavedModel, name: str, tensor: Stored, known: bool, *, groups: bool, usual_pieces: int
-) -> tuple[Role, bool]:
-    """Returns a model tensor's role, and whether it had to be inferred.
-
-    What an optimizer knows is a parameter. For the rest, unless the file says, the name, the type, membership in no
-    group, and whether it was left whole while the others were sharded, decide in that order.
-    """
-    if model.average:
-        return Role.EMA, False
-    if known:
-        return Role.PARAM, False
-    if model.buffers is not None:
-        return (Role.BUFFER if name in model.buffers else Role.PARAM), False
-    if is_buffer_name(name) or (tensor.dtype.kind not in ("float", "complex") and not is_parameter_name(name)):
-        return Role.BUFFER, True
-    if is_parameter_name(name):
-        return Role.PARAM, True
-    lone = usual_pieces > 1 and len(tensor.tiling) == 1 and bool(tensor.shape)
-    return (Role.BUFFER if groups or lone else Role.PARAM), True
-
-
-def _usual_pieces(tensors: Iterable[Stored]) -> int:
-    counts = Counter(len(tensor.tiling) for tensor in tensors if tensor.shape)
-    return counts.most_common(1)[0][0] if counts else 1
 
 
 def _merge_progress(first: RecordedProgress | None, second: RecordedProgress) -> RecordedProgress:

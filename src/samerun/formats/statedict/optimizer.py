@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from samerun.formats.statedict.stored import Stored
+from samerun.errors import Problem
+from samerun.formats.statedict.stored import Stored, place_of
 
 MASTER_SLOTS = frozenset({"master_param", "master_weight", "fp32_param", "master"})
 
@@ -127,3 +128,27 @@ def shape_of(member: Member | None) -> tuple[int, ...] | None:
         return (*rows.shape, columns.shape[-1])
     shapes = {value.shape for slot, value in tensors.items() if slot != "step"}
     return shapes.pop() if len(shapes) == 1 and shapes != {()} else None
+
+
+def check_slots(optimizer: Optimizer) -> list[Problem]:
+    """Checks that no two slots of a parameter are one and the same stored tensor."""
+    found: list[tuple[str, str, str]] = []
+    for key, member in optimizer.members.items():
+        places: dict[object, str] = {}
+        for slot, value in member.slots.items():
+            place = place_of(value) if isinstance(value, Stored) and value.num_elements > 1 else None
+            other = places.setdefault(place, slot) if place is not None else slot
+            if other != slot:
+                found.append((key, other, slot))
+    if not found:
+        return []
+    key, first, second = found[0]
+    return [
+        Problem(
+            "SR-OPT-SHARED",
+            f"{first} and {second} of {len(found)} parameters are one and the same stored tensor: one of them is lost",
+            where={"tensor": f"optim.{first}:{key}"},
+            hint="FSDP1 does this when it gathers a full optimizer state on a CPU with offload_to_cpu=True (torch "
+            "2.13): save it again with offload_to_cpu=False, or a sharded state dict",
+        )
+    ]
