@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from samerun.core.mesh import Layout
 from support import toy
 
 Tensors = dict[str, np.ndarray]
+SMALL = toy.Config(vocabulary=11, width=7, hidden=10)
 
 
 def rng_state() -> dict[str, Any]:
@@ -39,23 +41,22 @@ def bare(value: Any) -> Any:
 def write_fsdp2(rank: int, world_size: int, layout: Layout, folder: Path, with_geometry: bool) -> Tensors:
     """One torch.save file per rank of a job under `layout`, as DTensors or as bare shards. Returns the truth."""
     random.seed(rank)
-    job = toy.build(layout)
+    job = toy.build(layout, config=SMALL)
     toy.train(job, 2)
     state = {
         "model": job.model.state_dict(),
         "optimizer": job.optimizer.state_dict(),
         "lr_scheduler": job.scheduler.state_dict(),
         "progress": dict(job.progress),
-        "rng": rng_state(),
     }
-    torch.save(state if with_geometry else bare(state), folder / f"rank_{rank}.pt")
+    torch.save(state if with_geometry else bare({**state, "rng": rng_state()}), folder / f"rank_{rank}.pt")
     return toy.full_state(job)
 
 
 def build_fsdp1(use_orig_params: bool) -> tuple[FSDP, torch.optim.Optimizer]:
     """The toy model under FSDP1: one unit for the MLP, one for the rest."""
     torch.manual_seed(0)
-    model: nn.Module = toy.Model(toy.Config())
+    model: nn.Module = toy.Model(SMALL)
     for parameter in model.parameters():
         parameter.requires_grad_(True)  # a flat parameter is trained as a whole or not at all
     model.mlp = FSDP(model.mlp, use_orig_params=use_orig_params, device_id=torch.device("cpu"))  # type: ignore[assignment]
@@ -67,7 +68,9 @@ def train_fsdp1(model: FSDP, optimizer: torch.optim.Optimizer, updates: int = 2)
     """Takes a few updates. Every rank calls it."""
     rank = dist.get_rank()
     for number in range(updates):
-        tokens = torch.randint(0, 29, (2, toy.BLOCK), generator=torch.Generator().manual_seed(10 * number + rank))
+        tokens = torch.randint(
+            0, SMALL.vocabulary, (2, toy.BLOCK), generator=torch.Generator().manual_seed(10 * number + rank)
+        )
         model(tokens).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -79,7 +82,7 @@ def write_fsdp1(rank: int, world_size: int, folder: Path, use_orig_params: bool,
     With `offload` torch 2.13 hands out one buffer for both moments when it gathers original parameters on a CPU.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*FSDP|.*state_dict_type|.*ShardedTensor|.*deprecated")
+        warnings.simplefilter("ignore")  # FSDP1 is deprecated, on a CPU more so, and says it in many ways
         model, optimizer = build_fsdp1(use_orig_params)
         train_fsdp1(model, optimizer)
         for name in ("sharded", "local"):
@@ -118,10 +121,25 @@ def write_safetensors(rank: int, world_size: int, folder: Path, extra: Callable[
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    job = toy.build(Layout(dp_shard=world_size), config=toy.Config(tied=False))
+    job = toy.build(Layout(dp_shard=world_size), config=replace(SMALL, tied=False))
     state = {**get_model_state_dict(job.model), **extra()}
     writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
     with toy.quiet():
         dcp.save(state, storage_writer=writer, checkpoint_id=str(folder))
     truth = toy.full_state(job)
     return {key: value for key, value in truth.items() if not key.startswith("optim")}
+
+
+def write_tied_safetensors(rank: int, world_size: int, folder: Path) -> None:
+    """Tries to save a tied model through HuggingFaceStorageWriter, which fails half way. Every rank calls it."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    job = toy.build(Layout(dp_shard=world_size), config=SMALL)
+    writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
+    try:
+        with toy.quiet():
+            dcp.save(get_model_state_dict(job.model), storage_writer=writer, checkpoint_id=str(folder))
+    except BaseException as error:
+        raise RuntimeError(str(error)) from None
