@@ -88,7 +88,9 @@ def test_coverage_equals_counting_cells(tensor: tuple[tuple[int, ...], list[tupl
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(tensors(), max_size=6))
-def test_many_at_once_equal_one_by_one(batch: list[tuple[tuple[int, ...], list[tuple[int, ...]], list[tuple[int, ...]]]]):
+def test_many_at_once_equal_one_by_one(
+    batch: list[tuple[tuple[int, ...], list[tuple[int, ...]], list[tuple[int, ...]]]],
+):
     tilings = [(shape, tiling(offsets, sizes, len(shape))) for shape, offsets, sizes in batch]
     assert [found.exact for found in check_tilings(tilings)] == [check_tiling(*one).exact for one in tilings]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from samerun.cli.output import emit_json, exit_code, print_problems, stdout_console
-from samerun.errors import PlanError, Problem, UsageError
+from samerun.errors import PlanError, Problem, Severity, UsageError
 
 if TYPE_CHECKING:
     from samerun.core.batch import BatchOption
@@ -40,7 +40,7 @@ def command(manifest: Path, output: Path | None, as_json: bool) -> int:
         return _refuse(document, [*document.problems, *asked], as_json)
     state = _open(document)
     if document.manifest is None:
-        return _show_open(document, state, asked, as_json)
+        return _show_open(document, state, [*_unreadable(state), *asked], as_json)
     return _plan(document, state, output, as_json)
 
 
@@ -61,16 +61,24 @@ def _open(document: Document) -> LogicalState | None:
     return open_checkpoint(Path(document.name).parent / path).state
 
 
+def _unreadable(state: LogicalState | None) -> list[Problem]:
+    """Returns what reading the checkpoint's metadata found that blocks; `samerun inspect` looks further."""
+    return [problem for problem in (state.problems if state else ()) if problem.severity is Severity.ERROR]
+
+
 def _plan(document: Document, state: LogicalState | None, output: Path | None, as_json: bool) -> int:
     from samerun.manifest.read import place_problems, require_manifest
     from samerun.plan.migration import plan_migration
 
     if state is None:
         raise UsageError(Problem("SR-USAGE-OPTION", "the manifest names no checkpoint"))
+    unreadable = _unreadable(state)
     try:
         plan = plan_migration(require_manifest(document), state)
     except PlanError as error:
-        return _show_open(document, state, place_problems(document, error.problems), as_json)
+        return _show_open(document, state, place_problems(document, [*unreadable, *error.problems]), as_json)
+    if unreadable:
+        return _show_open(document, state, unreadable, as_json)
     if output is not None:
         import json
 

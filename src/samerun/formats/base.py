@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from samerun.core.box import Coverage
 from samerun.core.dtype import DType
 from samerun.core.state import LogicalState, TensorEntry
 from samerun.errors import CorruptCheckpoint, Problem, UsageError
@@ -91,6 +92,38 @@ class Checkpoint(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class PayloadCheck:
+    """What comparing stored bytes with the evidence recorded beside them gave.
+
+    `checked` of `total` payloads had evidence. `intact` is true only if every one had, all agreed, and nothing else
+    leaves open whether the files belong together; None when that cannot be decided.
+    """
+
+    checked: int
+    total: int
+    intact: bool | None
+    problems: tuple[Problem, ...] = ()
+
+
+@runtime_checkable
+class Inspectable(Protocol):
+    """What a reader adds to `Checkpoint` when its format records evidence about files and payloads."""
+
+    @property
+    def num_files(self) -> int:
+        """Number of files that belong to the checkpoint."""
+        ...
+
+    def check_items(self, limit: int | None = None) -> list[Problem]:
+        """Checks that stored items are what the checkpoint says, reading their headers only; at most `limit` items."""
+        ...
+
+    def check_payloads(self, advance: Callable[[int], None] | None = None) -> PayloadCheck:
+        """Reads every payload and compares it with its recorded checksum. `advance` is told the bytes read."""
+        ...
+
+
 @cache
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     """Returns the NumPy type that stores `dtype`: bfloat16 and float8 are `ml_dtypes` types."""
@@ -140,6 +173,50 @@ def _swapped(view: Array) -> Array:
         return view.byteswap()
     words = np.ascontiguousarray(view).view(f"u{view.dtype.itemsize}")
     return words.byteswap().view(view.dtype).reshape(view.shape)
+
+
+def coverage_problems(name: str, coverage: Coverage) -> list[Problem]:
+    """Returns the findings for how one tensor's pieces cover it: none if exactly."""
+    problems: list[Problem] = []
+    if coverage.outside:
+        problems.append(
+            Problem(
+                "SR-COV-BOUNDS",
+                f"{len(coverage.outside)} pieces reach outside the tensor, the first is piece {coverage.outside[0]}",
+                where={"tensor": name},
+                hint="the metadata is damaged or belongs to another model; restore it from the source",
+            )
+        )
+    if coverage.missing_elements is None:
+        problems.append(
+            Problem(
+                "SR-COV-IRREGULAR",
+                "the pieces are laid out so irregularly that their coverage was not counted to the end",
+                where={"tensor": name},
+                hint="no framework cuts a tensor like this; restore the metadata from the source",
+            )
+        )
+    elif coverage.missing_elements:
+        problems.append(
+            Problem(
+                "SR-COV-GAP",
+                f"{coverage.missing_elements} values are in no piece, the first at {coverage.first_gap}",
+                where={"tensor": name},
+                hint="a rank's part was never written or its metadata is missing; gather every rank's files, or use "
+                "another checkpoint",
+            )
+        )
+    if coverage.overlapping:
+        pairs = ", ".join(f"{a} and {b}" for a, b in coverage.overlapping)
+        problems.append(
+            Problem(
+                "SR-COV-OVERLAP",
+                f"pieces overlap without being replicas: {pairs}",
+                where={"tensor": name},
+                hint="which value is right cannot be told; metadata of two saves may be mixed in this directory",
+            )
+        )
+    return problems
 
 
 def require_key(state: LogicalState, key: str) -> TensorEntry:

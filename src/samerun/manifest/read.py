@@ -148,7 +148,7 @@ def parse_document(text: str, name: str = "manifest") -> Document:
         root = YAML(typ="safe", pure=True).compose(text)
     except MarkedYAMLError as error:
         return _unreadable(name, text, _syntax_problem(name, error))
-    except (YAMLError, RecursionError) as error:
+    except (YAMLError, RecursionError, ValueError) as error:
         return _unreadable(name, text, Problem("SR-MAN-YAML", f"not readable as YAML: {error}", where={"file": name}))
     if not isinstance(root, MappingNode):
         message = "a manifest is a YAML mapping that begins with `samerun: 1`"
@@ -192,10 +192,10 @@ class _Reader:
     def mapping(self, node: MappingNode, at: Keys) -> dict[str, Any]:
         data: dict[str, Any] = {}
         for key_node, value_node in cast(list[tuple[Node, Node]], node.value):
-            key = key_node.value if isinstance(key_node, ScalarNode) else "?"
-            path = (*at, key)
+            key = str(key_node.value) if isinstance(key_node, ScalarNode) else "?"
+            path = (*at, key if _is_text(key) else "?")
             line = key_node.start_mark.line + 1
-            if not isinstance(key_node, ScalarNode) or key == "<<":
+            if not isinstance(key_node, ScalarNode) or key == "<<" or not _is_text(key):
                 self._refuse(line, path, "a key is one plain word; merge keys are not accepted")
             elif path in self.lines:
                 self._refuse(line, path, f"{key} is given twice, first on line {self.lines[path]}")
@@ -222,6 +222,11 @@ class _Reader:
 
     def _scalar(self, node: ScalarNode, at: Keys) -> Any:
         text = str(node.value)
+        if not _is_text(text):
+            self._refuse(
+                node.start_mark.line + 1, at, "the text has a NUL or half a character (a lone surrogate) in it"
+            )
+            return None
         match str(node.tag).rsplit(":", 1)[-1]:
             case "null":
                 return None
@@ -248,12 +253,16 @@ class _Reader:
         try:
             return int(plain, 0) if kind is int and plain.lower().startswith(("0x", "0o")) else kind(plain)
         except ValueError:
-            self._refuse(node.start_mark.line + 1, at, f"{text} is not a number; quote it if it is text")
+            self._refuse(node.start_mark.line + 1, at, f"{text[:40]} is not a number; quote it if it is text")
             return None
 
     def _refuse(self, line: int, at: Keys, message: str) -> None:
         where = {"file": self.name, "line": line, "key": _dotted(at)}
         self.problems.append(Problem("SR-MAN-YAML", message, where=where))
+
+
+def _is_text(text: str) -> bool:
+    return not any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text)
 
 
 def _questions(reader: _Reader) -> Iterator[Question]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,19 +62,52 @@ def run_folders(stage: Path, count: int) -> dict[str, Path]:
     return {name: stage if name == FIRST else stage / name for name in names[:count]}
 
 
-def control_traces(manifest: Manifest, base: Path, stage: Path) -> dict[str, Path]:
-    """Returns every control's trace folder by name, the reference first.
+def control_traces(manifest: Manifest, stage: Path) -> dict[str, Path]:
+    """Returns every control's trace folder by name, the reference first: recorded ones, then those that were run.
 
     Args:
         manifest: the decided manifest.
-        base: the folder that its paths are relative to.
         stage: the control stage's folder.
     """
-    control = manifest.control
-    recorded = find_recorded(base / control.trace) if control.trace else []
+    recorded = sorted(stage.glob("recorded-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     ran = run_folders(stage, num_control_jobs(manifest))
-    named = {f"recorded-{number}": path for number, path in enumerate(recorded, start=1)}
-    return {**named, **{name: folder / "trace" for name, folder in ran.items()}}
+    return {path.name: path / "trace" for path in recorded} | {name: path / "trace" for name, path in ran.items()}
+
+
+def keep_recorded(source: Path, stage: Path, *, first_update: int, num_updates: int) -> list[str]:
+    """Copies what matters of recorded traces into the control stage's folder, so that the evidence stays complete.
+
+    A ledger may cover months; only its header, the updates and boundaries of the window, and evaluations at the
+    checkpoint are kept. Returns the names of the folders made.
+    """
+    names: list[str] = []
+    for number, trace in enumerate(find_recorded(source), start=1):
+        names.append(f"recorded-{number}")
+        folder = stage / names[-1] / "trace"
+        folder.mkdir(parents=True)
+        for path in sorted(trace.glob("rank-*.jsonl")):
+            _copy_window(path, folder, range(first_update - 1, first_update + num_updates))
+    return names
+
+
+def _copy_window(path: Path, folder: Path, kept: range) -> None:
+    with path.open("rb") as source, (folder / path.name).open("wb") as copy:
+        for line in source:
+            body = _parse(line)
+            if body is not None and body["kind"] not in ("header", "end") and body.get("update") not in kept:
+                continue
+            copy.write(line)  # a damaged line too: it is for the reader to report
+            name = (body.get("logits") or {}).get("file") if body and body["kind"] == "eval" else None
+            if name and (array := path.parent / Path(str(name)).name).is_file():
+                shutil.copy2(array, folder / array.name)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        body = json.loads(line)
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) and "kind" in body else None
 
 
 def num_control_jobs(manifest: Manifest) -> int:
@@ -92,7 +127,7 @@ def num_control_jobs(manifest: Manifest) -> int:
 
 
 def read_controls(folders: Mapping[str, Path]) -> Controls:
-    """Reads the controls; one without a usable trace is left out. What the reference lacks is filled from the others."""
+    """Reads the controls, those with a usable trace; what the reference lacks is filled from the others."""
     found = {name: observed for name, path in folders.items() if (observed := read_observed(path)) is not None}
     if not found:
         raise UsageError(_no_control(folders))
@@ -153,14 +188,14 @@ def judged_bands(manifest: Manifest, bands: Sequence[Band]) -> tuple[Band, ...]:
 
 def hash_folder(folder: Path) -> str:
     """Returns `sha256:...` over the names and whole contents of the files of a trace."""
-    body = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.is_file():
-            body.update(f"{path.name}\0{path.stat().st_size}\n".encode())
-            with path.open("rb") as file:
-                while block := file.read(1 << 20):
-                    body.update(block)
-    return f"sha256:{body.hexdigest()}"
+    parts = [f"{path.name} {hash_file(path)}\n" for path in sorted(folder.iterdir()) if path.is_file()]
+    return f"sha256:{hashlib.sha256(''.join(parts).encode()).hexdigest()}"
+
+
+def hash_file(path: Path) -> str:
+    """Returns `sha256:...` of a file's content."""
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 def throughput(observed: Observed) -> dict[str, float] | None:

@@ -1,6 +1,7 @@
 """The run directory: one folder that holds everything a run found, and from which it goes on after a crash.
 
     manifest.yaml   the manifest as it was read
+    plan.json       the plan made from it
     sealed.json     what was declared before any candidate ran, with its hash
     state.json      which stage is done, every attempt, and the job that runs now
     stages/NN-name/ result.json, log.txt, trace/
@@ -28,7 +29,7 @@ from samerun.trace import encode
 from samerun.verify.stage import STAGES, StageResult
 
 STATE_SCHEMA = "samerun/state/1"
-_OURS = {"manifest.yaml", "sealed.json", "state.json", "stages", "verdict.json", "report.html", "lock"}
+_OURS = {"manifest.yaml", "plan.json", "sealed.json", "state.json", "stages", "verdict.json", "report.html", "lock"}
 
 
 class RunDirectory:
@@ -41,6 +42,11 @@ class RunDirectory:
     def manifest(self) -> Path:
         """The copy of the manifest."""
         return self.root / "manifest.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """The plan, as it was last made."""
+        return self.root / "plan.json"
 
     @property
     def sealed(self) -> Path:
@@ -177,6 +183,10 @@ class RunDirectory:
             return SealRecord.from_json(body)
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(_garbled(self.sealed, f"{type(error).__name__}: {error}")) from error
+
+    def write_text(self, path: Path, text: str) -> None:
+        """Writes a text file whole or not at all."""
+        write_atomic(path, text)
 
     def write_json(self, path: Path, body: Mapping[str, Any]) -> None:
         """Writes a document whole or not at all. Numbers that JSON does not have become text."""

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from samerun.core.box import check_tilings
 from samerun.core.dtype import DTYPES, DType
 from samerun.core.state import LogicalState, ParamGroup, RecordedProgress, Role, TensorEntry, TensorKey, Tiling
 from samerun.errors import CorruptCheckpoint, FormatError, Problem, Severity
+from samerun.formats.base import coverage_problems
 from samerun.formats.dcp.files import check_leftovers, check_places, find_files
 from samerun.formats.dcp.index import NOWHERE, Index, Ints, StoredTensor
 from samerun.formats.dcp.items import Items, no_place, transformed
@@ -37,7 +39,8 @@ class Assembled:
     stored: Mapping[str, StoredTensor]
     constants: Mapping[str, int | float]
     items: Items
-    loose: tuple[StoredTensor, ...]
+    index: Index
+    num_metadata: int
 
 
 def assemble_state(root: Path, index: Index, metadata: tuple[Path, ...], maps: MappedFiles) -> Assembled:
@@ -47,7 +50,7 @@ def assemble_state(root: Path, index: Index, metadata: tuple[Path, ...], maps: M
     items = Items(index, files, readable, maps)
     problems = [*index.problems, *problems, *placing, *check_places_given(index, items)]
     problems += check_leftovers(root, index.files, [file.name for file in metadata])
-    return _Assembly(root, index, items, problems).assemble()
+    return _Assembly(root, index, items, problems, len(metadata)).assemble()
 
 
 def _smallest_items(index: Index) -> Ints:
@@ -82,11 +85,12 @@ def check_places_given(index: Index, items: Items) -> list[Problem]:
 class _Assembly:
     """The steps of building one state, in order; each leaves its result for the next."""
 
-    def __init__(self, root: Path, index: Index, items: Items, problems: list[Problem]) -> None:
+    def __init__(self, root: Path, index: Index, items: Items, problems: list[Problem], num_metadata: int) -> None:
         self.root = root
         self.index = index
         self.items = items
         self.problems = problems
+        self.num_metadata = num_metadata
         self.unknown: set[str] = set()
         self._values: dict[str, Any] = {}
         self._failed: set[str] = set()
@@ -109,6 +113,7 @@ class _Assembly:
         self.add_models(models, known, groups)
         objects = self.read_objects(claimed, models.rest)
         tree = plant((self._paths[name], value) for name, value in objects.items())
+        self.problems.extend(_loose_coverage(models.rest))
         sections = recognise(tree)
         self.problems.extend(sections.problems)
         ties = find_ties(self.tensors, self.stored, frozenset(known), bool(optimizers), self.items)
@@ -127,7 +132,7 @@ class _Assembly:
             written_by=self.written_by(),
             problems=tuple(self.problems),
         )
-        return Assembled(state, self.stored, self.constants, self.items, models.rest)
+        return Assembled(state, self.stored, self.constants, self.items, self.index, self.num_metadata)
 
     def find_optimizers(self, model_fqns: frozenset[str]) -> list[Optimizer]:
         return [
@@ -295,6 +300,15 @@ class _Assembly:
     def written_by(self) -> dict[str, str]:
         found = {"format": f"torch.distributed.checkpoint {self.index.version or ''}".strip()}
         return found | ({"save_id": self.index.save_id} if self.index.save_id else {})
+
+
+def _loose_coverage(tensors: Iterable[StoredTensor]) -> list[Problem]:
+    """Checks tensors that are in no model and no optimizer, such as RNG states; the others are checked by role."""
+    loose = list(tensors)
+    found = check_tilings([(tensor.shape, tensor.tiling) for tensor in loose])
+    return [
+        problem for tensor, one in zip(loose, found, strict=True) for problem in coverage_problems(tensor.name, one)
+    ]
 
 
 def _twice(key: str, first: str, second: str) -> Problem:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from samerun.core.state import LogicalState
 from samerun.errors import CorruptCheckpoint, Problem, UsageError
-from samerun.formats.base import Array, Extent, assemble_box, numpy_dtype, require_key, view_extent
+from samerun.formats.base import Array, Extent, PayloadCheck, assemble_box, numpy_dtype, require_key, view_extent
 from samerun.formats.dcp.assemble import Assembled, assemble_state
+from samerun.formats.dcp.evidence import check_items, check_payloads
 from samerun.formats.dcp.files import RANK_METADATA
 from samerun.formats.dcp.index import merge_indexes, read_index
 from samerun.formats.dcp.items import Items
@@ -75,6 +77,19 @@ class DcpCheckpoint:
         """Returns a box of a tensor. See `Checkpoint.read`."""
         entry = require_key(self.state, key)
         return assemble_box(entry, lambda piece: self.read_piece(key, piece), offsets, sizes)
+
+    @property
+    def num_files(self) -> int:
+        """Metadata and data files that are there."""
+        return self._assembled.num_metadata + sum(file.found_bytes is not None for file in self.items.files)
+
+    def check_items(self, limit: int | None = None) -> list[Problem]:
+        """Checks the archive of every item, at most `limit` spread over all. See `Inspectable.check_items`."""
+        return check_items(self._assembled.index, self.items, limit)
+
+    def check_payloads(self, advance: Callable[[int], None] | None = None) -> PayloadCheck:
+        """Compares every payload with the checksum in its archive. See `Inspectable.check_payloads`."""
+        return check_payloads(self._assembled.index, self.items, advance)
 
     def close(self) -> None:
         """Releases the files."""

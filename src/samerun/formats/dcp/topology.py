@@ -34,14 +34,24 @@ def find_topology(
     if recorded is not None and recorded[1].world_size >= world_size:
         name, layout = recorded
         return Topology(world_size=layout.world_size, layout=layout, inferred=f"from the saved object {name}")
-    model = [stored[key] for key, entry in tensors.items() if entry.key.role is Role.PARAM and key in stored]
-    layout = _infer_layout(world_size, model, index)
+    layout = _infer_layout(world_size, _trained(tensors, stored), index)
     how = "from the ranks in the names of data files"
     return Topology(
         world_size=world_size,
         layout=layout,
         inferred=how if layout is None else f"{how} and from how tensors are cut",
     )
+
+
+def _trained(tensors: Mapping[str, TensorEntry], stored: Mapping[str, StoredTensor]) -> list[StoredTensor]:
+    """Returns parameters that the optimizer knows, and its moments; all parameters where there is no optimizer."""
+    kept = [
+        stored[key]
+        for key, entry in tensors.items()
+        if key in stored
+        and (entry.key.role is Role.OPTIM or (entry.key.role is Role.PARAM and not entry.role_inferred))
+    ]
+    return kept or [stored[key] for key, entry in tensors.items() if entry.key.role is Role.PARAM and key in stored]
 
 
 def _recorded(tree: Mapping[str, Any]) -> tuple[str, Layout] | None:
