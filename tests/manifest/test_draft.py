@@ -44,7 +44,8 @@ def asked(state: LogicalState = STATE, **options: Any) -> set[str]:
 
 
 def test_what_no_checkpoint_can_tell_is_always_asked() -> None:
-    assert asked() == ALWAYS_ASKED
+    assert asked() == ALWAYS_ASKED | {"source.layout"}
+    assert asked(source=Layout(dp_shard=4)) == ALWAYS_ASKED
 
 
 def test_an_empty_checkpoint_makes_every_decision_a_question() -> None:
@@ -62,7 +63,6 @@ def test_what_the_checkpoint_tells_is_filled_in() -> None:
         "run.framework": "pytorch",
         "run.checkpoint": "ckpt/step-12",
         "run.optimizer": "AdamW",
-        "source.layout": {"dp_shard": 4},
         "source.world_size": 4,
         "destination.layout": {"dp_shard": 3},
         "progress.update": 12,
@@ -101,7 +101,7 @@ def test_the_configuration_in_a_checkpoint_is_used_and_named() -> None:
         assert "batch.max_microbatch" in {question.key for question in document.questions}
         assert "from the checkpoint's configuration" in document.text
     odd = replace(STATE, objects={"config": {"global_batch": True, "precision": "mixed", "log_every": 0}, "other": 1})
-    assert asked(odd) == ALWAYS_ASKED
+    assert asked(odd, source=Layout(dp_shard=4)) == ALWAYS_ASKED
     assert "the configuration says mixed" in draft(odd).text
 
 
@@ -154,16 +154,25 @@ def test_floors_follow_precision_and_tokens() -> None:
 
 
 def test_random_streams_stay_exact_only_on_the_same_ranks() -> None:
+    assert draft(to=Layout(dp_replicate=2, dp_shard=2)).value("declare.rng") == "expected-to-change"
     assert draft(to=Layout(dp_shard=4)).value("declare.rng") == "exact"
     assert draft(replace(STATE, rng={}), to=Layout(dp_shard=4)).value("declare.rng") == "expected-to-change"
     assert draft(replace(STATE, topology=Topology()), to=Layout(dp_shard=4)).value("declare.rng") != "exact"
 
 
-def test_a_likely_source_becomes_part_of_the_question() -> None:
-    document = draft(replace(STATE, topology=Topology(world_size=4)), likely=Layout(dp_shard=4))
+def test_a_concluded_source_becomes_part_of_the_question() -> None:
+    cut = Topology(world_size=4, layout=Layout(dp_shard=4), inferred="from how tensors are cut")
+    document = draft(replace(STATE, topology=cut))
     question = next(question for question in document.questions if question.key == "source.layout")
     assert "{dp_shard: 4}" in question.text
     assert document.value("source.world_size") == 4
+
+
+def test_a_recorded_source_is_not_asked() -> None:
+    for inferred in (None, "from the saved object config.layout"):
+        state = replace(STATE, topology=Topology(world_size=4, layout=Layout(dp_shard=4), inferred=inferred))
+        assert "source.layout" not in asked(state)
+        assert draft(state).value("source.layout") == {"dp_shard": 4}
 
 
 def test_a_source_that_the_user_tells_is_taken() -> None:

@@ -1,19 +1,15 @@
-"""What a layout does to tensors, from shapes; and what the cuts of a checkpoint say about its source."""
+"""What a layout does to tensors, from shapes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from samerun.core.mesh import Layout
-from samerun.core.state import LogicalState, Tiling, Topology
+from samerun.core.state import LogicalState
 from samerun.errors import Severity
-from samerun.plan.layout import check_layout, count_row_shards, likely_source
-from support.states import adam_state, tensor
+from samerun.plan.layout import check_layout
+from support.states import adam_state
 
 STATE = adam_state()
 
@@ -68,27 +64,3 @@ def test_expert_parallelism_needs_experts_that_it_divides() -> None:
 def test_the_same_layout_is_mentioned() -> None:
     assert codes(Layout(dp_shard=3), source=Layout(dp_shard=3))["SR-PLAN-SAME-LAYOUT"] == Severity.NOTE
     assert "SR-PLAN-SAME-LAYOUT" not in codes(Layout(dp_shard=3), source=Layout(dp_shard=4))
-
-
-@pytest.mark.parametrize("shards", [2, 3, 4, 7])
-def test_row_chunks_are_recognised(shards: int) -> None:
-    assert count_row_shards(adam_state(shards=shards)) == shards
-    state = adam_state(shards=shards, topology=Topology(world_size=2 * shards))
-    assert likely_source(state) == Layout(dp_replicate=2, dp_shard=shards)
-    assert likely_source(replace(state, topology=Topology(world_size=2 * shards + 1))) is None
-    assert likely_source(replace(state, topology=Topology())) is None
-
-
-def test_other_cuts_are_not_concluded_from() -> None:
-    assert count_row_shards(adam_state(shards=1)) is None
-    column = tensor("param:a.w", (4, 6))
-    column = replace(column, tiling=Tiling(np.array([[0, 0], [0, 3]]), np.array([[4, 3], [4, 3]])))
-    uneven = replace(column, tiling=Tiling(np.array([[0, 0], [1, 0]]), np.array([[1, 6], [3, 6]])))
-    for entry in (column, uneven):
-        assert count_row_shards(LogicalState(format="dcp", tensors={"param:a.w": entry})) is None
-
-
-def test_empty_pieces_do_not_matter() -> None:
-    tiling = Tiling(np.array([[0, 0], [1, 0], [2, 0], [3, 0]]), np.array([[1, 5], [1, 5], [1, 5], [0, 5]]))
-    entry = replace(tensor("param:gate.w", (3, 5)), tiling=tiling)
-    assert count_row_shards(LogicalState(format="dcp", tensors={"param:gate.w": entry})) == 4

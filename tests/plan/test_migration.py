@@ -180,6 +180,8 @@ def test_what_the_checkpoint_lacks_cannot_be_exact(state: LogicalState, part: st
 
 def test_random_streams_cannot_be_exact_on_other_ranks() -> None:
     assert refused(declare__rng="exact") == [("SR-PLAN-DECLARE", "declare.rng")]
+    hsdp = {"destination": {"layout": {"dp_replicate": 2, "dp_shard": 2}, "world_size": 4}, "batch__option": "uniform"}
+    assert refused(declare__rng="exact", **hsdp) == [("SR-PLAN-DECLARE", "declare.rng")]
     same = {"destination": {"layout": {"dp_shard": 4}, "world_size": 4}, "batch__option": "uniform"}
     assert warned(declare__rng="exact", **same) >= {"SR-PLAN-SAME-LAYOUT"}
 
@@ -209,9 +211,9 @@ def test_format_and_source_are_the_checkpoints() -> None:
     assert "SR-PLAN-SOURCE" in warned(**other)
     recorded = replace(STATE, topology=Topology(world_size=4, layout=Layout(dp_shard=4)))
     assert refused(recorded, **other) == [("SR-PLAN-SOURCE", "source.world_size"), ("SR-PLAN-SOURCE", "source.layout")]
-    silent = replace(STATE, topology=Topology())
-    assert "SR-PLAN-SOURCE" in warned(silent, **other)
-    assert "SR-PLAN-SOURCE" not in warned(silent)
+    assert "SR-PLAN-SOURCE" not in warned(replace(STATE, topology=Topology()), **other)
+    context_parallel = {"source": {"layout": {"dp_shard": 2, "cp": 2}, "world_size": 4}}
+    assert "SR-PLAN-SOURCE" not in warned(**context_parallel)
     assert "SR-PLAN-SOURCE" not in warned()
 
 

@@ -49,22 +49,19 @@ def command(
     from samerun.formats.detect import open_checkpoint
     from samerun.manifest.draft import draft_manifest
     from samerun.manifest.read import parse_document
-    from samerun.plan.layout import likely_source
 
     if output is None and (schema or as_json):
         raise UsageError(Problem("SR-USAGE-OPTION", "--schema and --json need a file to write: -o FILE"))
     _refuse_existing(output)
     checkpoint = open_checkpoint(path, format_name)
     told = None if source is None else _source_layout(source)
-    likely = likely_source(checkpoint.state)
-    destination = parse_layout(to, told or checkpoint.state.topology.layout or likely)
+    destination = parse_layout(to, told or checkpoint.state.topology.layout)
     text = draft_manifest(
         checkpoint.state,
         destination,
         checkpoint=_relative(checkpoint.path, output),
         name=name or checkpoint.path.resolve().name,
         source=told,
-        likely=likely,
         schema=f"./{SCHEMA_NAME}" if schema else None,
     )
     if output is None:

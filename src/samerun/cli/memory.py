@@ -39,7 +39,6 @@ def command(
     from samerun.core.dtype import parse_dtype
     from samerun.core.size import parse_size
     from samerun.formats.detect import open_checkpoint
-    from samerun.plan.layout import likely_source
     from samerun.plan.memory import estimate_memory
     from samerun.plan.migration import check_memory
 
@@ -49,7 +48,7 @@ def command(
     except ValueError as error:
         raise UsageError(Problem("SR-USAGE-OPTION", str(error))) from error
     state = open_checkpoint(path, format_name).state
-    destination = parse_layout(layout, state.topology.layout or likely_source(state))
+    destination = parse_layout(layout, state.topology.layout)
     estimate = estimate_memory(state, destination, compute_dtype=compute_dtype, device_memory_bytes=size_bytes)
     problems = check_memory(estimate)
     if as_json:

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from samerun.core.dtype import parse_dtype
 from samerun.core.mesh import Layout
-from samerun.core.state import LogicalState, Role
+from samerun.core.state import LogicalState, Role, Topology
 from samerun.core.tolerance import precision_floor
 from samerun.manifest.models import METRICS, PLACEHOLDERS, Declare
 
@@ -99,7 +99,6 @@ def draft_manifest(
     checkpoint: str,
     name: str,
     source: Layout | None = None,
-    likely: Layout | None = None,
     schema: str | None = None,
 ) -> str:
     """Returns the text of a manifest for moving `state` to `destination`, with every open question in it.
@@ -109,11 +108,11 @@ def draft_manifest(
         destination: where the run goes.
         checkpoint: the checkpoint's path as the manifest is to have it, relative to the manifest.
         name: a name for the migration.
-        source: the layout that wrote the checkpoint, if the user says so; else the checkpoint's own record counts.
-        likely: what the source looks like where neither says; it becomes part of the question.
+        source: the layout that wrote the checkpoint, if the user says so; else the checkpoint's own record counts, and
+            what was only concluded from its files becomes part of the question.
         schema: path of the JSON schema beside the manifest, for editors; None leaves the line out.
     """
-    facts = _Facts(state, source or state.topology.layout, destination)
+    facts = _Facts(state, source or (state.topology.layout if _is_recorded(state.topology) else None), destination)
     draft = _Draft()
     if schema is not None:
         draft.lines.append(f"# yaml-language-server: $schema={schema}")
@@ -123,7 +122,7 @@ def draft_manifest(
         "samerun: 1",
     ]
     _put_run(draft, facts, checkpoint, name)
-    _put_sides(draft, facts, likely, told=source is not None)
+    _put_sides(draft, facts, told=source is not None)
     _put_progress(draft, facts)
     _put_batch(draft, facts)
     _put_declare(draft, facts)
@@ -227,8 +226,16 @@ def _optimizer(state: LogicalState) -> tuple[Any, str]:
     return Ask(f"which class is the optimizer? There are {seen}" if slots else f"which optimizer? There is {seen}"), ""
 
 
-def _put_sides(draft: _Draft, facts: _Facts, likely: Layout | None, *, told: bool) -> None:
-    topology, source = facts.state.topology, facts.source
+def _is_recorded(topology: Topology) -> bool:
+    """Whether the layout was written down by the format or by the run, and not concluded from how tensors are cut.
+
+    A conclusion cannot tell context-parallel ranks from data-parallel ones, and so not count the batch replicas.
+    """
+    return topology.inferred is None or "saved object" in topology.inferred
+
+
+def _put_sides(draft: _Draft, facts: _Facts, *, told: bool) -> None:
+    topology, source, likely = facts.state.topology, facts.source, facts.state.topology.layout
     draft.section("source")
     why = "" if told or not topology.inferred else f"concluded from the checkpoint: {topology.inferred}"
     if source is not None:
@@ -237,7 +244,7 @@ def _put_sides(draft: _Draft, facts: _Facts, likely: Layout | None, *, told: boo
     else:
         looks = "For example {dp_shard: 4}"
         if likely is not None:
-            looks = f"The tensors are cut like {yaml_value(likely.to_dict(short=True))}, or with cp like fewer dp_shard"
+            looks = f"They look like {yaml_value(likely.to_dict(short=True))}, but cp ranks look like dp_shard ranks"
         draft.put("layout", Ask(f"how were the source's ranks arranged? {looks}"))
         size = topology.world_size
         draft.put("world_size", size or Ask("on how many ranks?"), why if size else "")
@@ -321,10 +328,10 @@ def _rng_claim(facts: _Facts) -> tuple[str, str]:
     """Random streams belong to ranks: nothing but expected-to-change can hold when those change or were not saved."""
     if not facts.state.rng:
         return "expected-to-change", "the checkpoint holds no random number state; matters for dropout and augmentation"
-    before, after = facts.source.world_size if facts.source else None, facts.destination.world_size
-    if before == after:
+    before = facts.source or facts.state.topology.layout
+    if before == facts.destination:
         return "exact", ""
-    return "expected-to-change", f"streams belong to ranks, and those become {after}; matters for dropout"
+    return "expected-to-change", "streams belong to ranks, and those change; matters for dropout and augmentation"
 
 
 def _put_transition(draft: _Draft) -> None:

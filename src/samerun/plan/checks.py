@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from samerun.core.state import LogicalState, Role
+from samerun.core.mesh import Layout
+from samerun.core.state import LogicalState, Role, Topology
 from samerun.errors import Problem, Severity
 from samerun.manifest.models import Manifest
-from samerun.plan.layout import check_layout, count_row_shards
+from samerun.plan.layout import check_layout
 
 _SAME_RUN = ("parameters", "buffers", "optimizer", "order", "batch", "schedule", "dtype")
 """What has to be exact for a run to call itself a continuation. Streams and objects may be told apart."""
@@ -126,12 +127,11 @@ def check_claims(manifest: Manifest, state: LogicalState) -> Iterator[Problem]:
                 found="exact",
                 hint="`samerun inspect` lists what is there; claim only what can be carried over",
             )
-    streams, ranks = len(state.rng), manifest.destination.world_size
-    if streams and claims["rng"] == "exact" and manifest.source.world_size != ranks:
+    before, after = manifest.source.layout.to_layout(), manifest.destination.layout.to_layout()
+    if state.rng and claims["rng"] == "exact" and before != after:
         yield Problem(
             "SR-PLAN-DECLARE",
-            f"declare.rng is exact, but random streams belong to ranks and go from {manifest.source.world_size} "
-            f"ranks to {ranks}",
+            f"declare.rng is exact, but random streams belong to ranks, and those go from {before} to {after}",
             where=_at("declare.rng"),
             expected="expected-to-change",
             found="exact",
@@ -175,35 +175,29 @@ def check_origin(manifest: Manifest, state: LogicalState) -> Iterator[Problem]:
             found=manifest.run.format,
         )
     topology, said = state.topology, manifest.source.layout.to_layout()
-    known = {
-        "world_size": (topology.world_size, manifest.source.world_size),
-        "layout": (str(topology.layout) if topology.layout else None, str(said)),
-    }
-    for name, (recorded, claimed) in known.items():
-        if recorded is not None and recorded != claimed:
-            inferred = topology.inferred is not None
-            yield Problem(
-                "SR-PLAN-SOURCE",
-                f"the manifest's source has {name} {claimed}, the checkpoint {'looks like' if inferred else 'says'} "
-                f"{recorded}",
-                severity=Severity.WARNING if inferred else Severity.ERROR,
-                where=_at(f"source.{name}"),
-                expected=recorded,
-                found=claimed,
-                hint=f"how that is known: {topology.inferred}" if inferred else "",
-            )
-    shards = count_row_shards(state)
-    if topology.layout is None and shards is not None and shards != said.dp_shard * said.cp:
-        yield Problem(
-            "SR-PLAN-SOURCE",
-            f"the manifest's source shards over dp_shard x cp = {said.dp_shard * said.cp} ranks, the tensors lie in "
-            f"{shards} row chunks",
-            severity=Severity.WARNING,
-            where=_at("source.layout"),
-            expected=shards,
-            found=said.dp_shard * said.cp,
-            hint="how that is known: every parameter is cut on dimension 0 as FSDP2 does",
-        )
+    if topology.world_size is not None and topology.world_size != said.world_size:
+        yield _source_problem("world_size", said.world_size, topology.world_size, topology)
+    if topology.layout is not None and _as_cut(topology.layout) != _as_cut(said):
+        yield _source_problem("layout", str(said), str(topology.layout), topology)
+
+
+def _as_cut(layout: Layout) -> Layout:
+    """Returns the layout whose tensors are cut alike: context-parallel ranks shard as data-parallel ones do."""
+    return Layout.from_dict(layout.to_dict() | {"dp_shard": layout.dp_shard * layout.cp, "cp": 1})
+
+
+def _source_problem(name: str, claimed: Any, recorded: Any, topology: Topology) -> Problem:
+    concluded = topology.inferred is not None
+    says = "looks like" if concluded else "says"
+    return Problem(
+        "SR-PLAN-SOURCE",
+        f"the manifest's source has {name} {claimed}, the checkpoint {says} {recorded}",
+        severity=Severity.WARNING if concluded else Severity.ERROR,
+        where=_at(f"source.{name}"),
+        expected=recorded,
+        found=claimed,
+        hint=f"how that is known: {topology.inferred}" if concluded else "",
+    )
 
 
 def check_progress(manifest: Manifest, state: LogicalState) -> Iterator[Problem]:

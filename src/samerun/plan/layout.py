@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import numpy as np
-
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role, TensorEntry
 from samerun.errors import Problem, Severity
@@ -36,43 +34,6 @@ def check_layout(state: LogicalState, layout: Layout, source: Layout | None = No
             )
         )
     return problems
-
-
-def count_row_shards(state: LogicalState) -> int | None:
-    """Returns into how many row chunks every parameter was cut, as FSDP2 does; None if that is not how they lie.
-
-    Context-parallel ranks shard parameters like data-parallel ones, so the number is `dp_shard x cp` of the source.
-    Whole tensors (DDP, or one pipeline stage) and cuts on other dimensions (TP) give None: they have several readings.
-    """
-    params = [entry for entry in state.tensors.values() if entry.key.role is Role.PARAM and entry.shape]
-    shards = max((len(entry.tiling) for entry in params), default=1)
-    return shards if shards > 1 and all(_in_row_chunks(entry, shards) for entry in params) else None
-
-
-def _in_row_chunks(entry: TensorEntry, shards: int) -> bool:
-    offsets, sizes = entry.tiling.offsets, entry.tiling.sizes
-    filled = sizes.prod(axis=1) > 0
-    offsets, sizes = offsets[filled], sizes[filled]
-    chunk = -(-entry.shape[0] // shards)
-    starts = np.arange(0, entry.shape[0], chunk) if chunk else np.zeros(0, np.int64)
-    order = np.argsort(offsets[:, 0])
-    return (
-        np.array_equal(offsets[order, 0], starts)
-        and np.array_equal(sizes[order, 0], np.minimum(chunk, entry.shape[0] - starts))
-        and not offsets[:, 1:].any()
-        and bool((sizes[:, 1:] == entry.shape[1:]).all())
-    )
-
-
-def likely_source(state: LogicalState) -> Layout | None:
-    """Returns the layout that the cuts look like when nobody used context parallelism, or None.
-
-    A conclusion, not a record: good enough to say how a destination is to be sharded, not to count batch replicas.
-    """
-    world_size, shards = state.topology.world_size, count_row_shards(state)
-    if world_size is None or shards is None or world_size % shards:
-        return None
-    return Layout(dp_replicate=world_size // shards, dp_shard=shards)
 
 
 def _check_shards(params: Iterable[TensorEntry], layout: Layout) -> Iterator[Problem]:

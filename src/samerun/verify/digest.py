@@ -16,9 +16,8 @@ from samerun.core.dtype import DType
 from samerun.errors import CorruptCheckpoint, Problem
 
 if TYPE_CHECKING:
-    from samerun.formats.base import Checkpoint
-
     from samerun.core.state import TensorEntry
+    from samerun.formats.base import Checkpoint
 
 Array = npt.NDArray[Any]
 
