@@ -154,9 +154,7 @@ def _first_copy(layout: Layout) -> Iterator[int]:
             yield rank
 
 
-def _slice(
-    layout: Layout, rank: int, rows: int, columns: int, cut_rows: bool, cut_columns: bool, shards: int
-) -> Slice:
+def _slice(layout: Layout, rank: int, rows: int, columns: int, cut_rows: bool, cut_columns: bool, shards: int) -> Slice:
     at = layout.coordinate(rank)
     first, end = 0, rows
     if cut_rows:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from samerun.catalog import Entry, load_catalog
-from samerun.core.mesh import Layout
 from samerun.core.size import format_size
 from samerun.errors import Problem, Severity
 from samerun.plan.memory import MemoryEstimate
@@ -87,6 +86,18 @@ class BandUse:
     def percent(self) -> float:
         """The share as the length of a bar."""
         return round(min(100 * self.share, 100.0), 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFacts:
+    """What inspecting found: counts in words, whether it is whole and undamaged, and what a resume has and lacks."""
+
+    counts: tuple[tuple[str, str], ...]
+    complete: bool | None
+    intact: bool | None
+    resumable: str
+    have: tuple[str, ...]
+    lack: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +186,7 @@ class Page:
     reasons: tuple[Finding, ...]
     findings: tuple[Finding, ...]
     transition: Transition | None
+    checkpoint: CheckpointFacts | None
     state: StateView | None
     batch: BatchView | None
     samples: SamplesView | None
@@ -198,6 +210,7 @@ def plan_page(model: ReportModel) -> Page:
         reasons=tuple(_group(staged)),
         findings=tuple(_group(_all_findings(model))),
         transition=_transition(model),
+        checkpoint=_checkpoint(model.inspected),
         state=view_state(model),
         batch=view_batch(model),
         samples=view_samples(model),
@@ -349,6 +362,23 @@ def _validated(validated: Mapping[str, Any]) -> str:
     return f"Validated for {text}, and for nothing else."
 
 
+def _checkpoint(measured: Mapping[str, Any]) -> CheckpointFacts | None:
+    """Returns the facts, or None if the stage measured nothing that is known here."""
+    counts, resumable = measured.get("counts"), measured.get("resumable")
+    if not isinstance(counts, Mapping) or not isinstance(resumable, Mapping):
+        return None
+    words = [("format", str(measured.get("format")))]
+    words += [(str(k), format_size(v) if k == "bytes" else f"{v:,}") for k, v in counts.items() if isinstance(v, int)]
+    return CheckpointFacts(
+        counts=tuple(words),
+        complete=measured.get("complete"),
+        intact=measured.get("intact"),
+        resumable=str(resumable.get("verdict")),
+        have=tuple(map(str, resumable.get("have") or ())),
+        lack=tuple(map(str, resumable.get("lack") or ())),
+    )
+
+
 def _transition(model: ReportModel) -> Transition | None:
     manifest = model.manifest
     if manifest is None:
@@ -442,19 +472,11 @@ def _facts(jobs: Sequence[Observed]) -> Iterator[Fact]:
         header = next(iter(observed.headers.values()), None)
         body: dict[str, Any] = {}
         if header is not None:
-            layout = Layout.from_dict(header.layout) if _is_layout(header.layout) else None
-            body = {"world size": header.world_size, "layout": layout, **header.versions, **header.environment}
+            body = {"world size": header.world_size, "layout": header.mesh(), **header.versions, **header.environment}
         for name, value in body.items():
             rows.setdefault(str(name), [""] * len(jobs))[number] = _plain(value)
     facts = [Fact(name, tuple(values), len(set(values)) == 1) for name, values in rows.items()]
     yield from sorted(facts, key=lambda fact: fact.same)
-
-
-def _is_layout(value: Any) -> bool:
-    try:
-        return bool(value) and Layout.from_dict(value) is not None
-    except (ValueError, TypeError):
-        return False
 
 
 def _plain(value: Any) -> str:
