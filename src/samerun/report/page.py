@@ -13,7 +13,7 @@ from samerun.errors import Problem, Severity
 from samerun.plan.memory import MemoryEstimate
 from samerun.report.batch import BatchView, view_batch
 from samerun.report.charts import Chart, Drawing, Tick, draw_panel, name_ticks
-from samerun.report.layout import Mesh, Ownership, draw_mesh, plan_ownership
+from samerun.report.layout import Held, Mesh, Ownership, draw_mesh, plan_ownership
 from samerun.report.model import Criterion, Gap, ReportModel, Stage
 from samerun.report.samples import SamplesView, view_samples
 from samerun.report.state import StateView, view_state
@@ -399,7 +399,7 @@ def _transition(model: ReportModel) -> Transition | None:
     return Transition(
         source=draw_mesh(source),
         destination=draw_mesh(destination, idle_ranks=model.plan.destination.idle_ranks if model.plan else 0),
-        ownership=plan_ownership(source, destination, _shapes(model)),
+        ownership=plan_ownership(source, destination, *_held(model)),
         progress=tuple(facts),
         declared=tuple((name, _claim(value)) for name, value in declared.items()),
         decisions=tuple((item.key, item.chosen, item.consequence) for item in model.plan.decisions)
@@ -412,11 +412,28 @@ def _claim(value: Any) -> str:
     return f"bounded by {value['bounded']:g}" if isinstance(value, Mapping) else str(value)
 
 
-def _shapes(model: ReportModel) -> dict[str, tuple[int, ...]]:
-    jobs = (*model.controls, *model.candidates.values())
-    state = next((state for job in jobs if (state := job.state()) is not None), None)
-    tensors: Mapping[str, Any] = (state.body.get("tensors") if state else None) or {}
-    return {key.partition(":")[2]: tuple(fact["shape"]) for key, fact in tensors.items() if key.startswith("param:")}
+def _held(model: ReportModel) -> tuple[dict[str, Held], dict[str, Held]]:
+    """Returns the parameters by name as the control has them, and as the candidate has or would have them."""
+    control = next((state.body for job in model.controls if (state := job.state()) is not None), None)
+    candidate = state.body if model.loaded and (state := model.loaded.state()) else None
+    before, after = _parameters(control or {}), _parameters(candidate or {})
+    usual = {name: Held(item.shape) for name, item in (before or after).items()}
+    return before or usual, after or usual
+
+
+def _parameters(body: Mapping[str, Any]) -> dict[str, Held]:
+    facts: Mapping[str, Any] = body.get("tensors") or {}
+    return {
+        key.removeprefix("param:"): Held(
+            shape=tuple(fact["shape"]),
+            cuts=None
+            if fact.get("cuts") is None
+            else tuple((str(axis), dim, strided) for axis, dim, strided in fact["cuts"]),
+            lead=int(fact.get("lead", 0)),
+        )
+        for key, fact in facts.items()
+        if key.startswith("param:")
+    }
 
 
 _PARTS = ("parameters", "gradients", "optimizer", "masters", "ema", "buffers", "gather")
@@ -458,11 +475,15 @@ def _provenance(model: ReportModel) -> Provenance:
     return Provenance(
         seals=tuple((item.number, item.digest, item.sealed_at or "", item.reason or "") for item in seals),
         manifest_sha256=model.manifest.sha256() if model.manifest else None,
-        controls=tuple((str(k), str(v)) for k, v in (seals[-1].controls.items() if seals else ())),
+        controls=tuple((str(k), _evidence_hash(v)) for k, v in (seals[-1].controls.items() if seals else ())),
         jobs=tuple(job.name for job in jobs),
         facts=tuple(_facts([job.observed for job in jobs])),
         commands=tuple(_commands(model)),
     )
+
+
+def _evidence_hash(value: Any) -> str:
+    return str(value.get("trace", value)) if isinstance(value, Mapping) else str(value)
 
 
 def _facts(jobs: Sequence[Observed]) -> Iterator[Fact]:
