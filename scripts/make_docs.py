@@ -9,6 +9,7 @@ TOP = Path(__file__).parents[1]
 sys.path.insert(0, str(TOP / "src"))
 
 from samerun.catalog import load_catalog  # noqa: E402
+from samerun.manifest.schema import schema_text  # noqa: E402
 
 
 def findings_page() -> str:
@@ -32,7 +33,10 @@ def findings_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-PAGES = {TOP / "docs" / "findings.md": findings_page}
+PAGES = {
+    TOP / "docs" / "findings.md": findings_page,
+    TOP / "docs" / "schema" / "manifest-1.json": schema_text,
+}
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import tempfile
@@ -19,6 +20,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     """
     import torch
 
+    import_once()
     torch.set_num_threads(1)  # before any fork: children must not inherit a thread pool
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -39,6 +41,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+def import_once() -> None:
+    """Imports, before any fork, what FSDP2 and DCP import at their first use: seconds per rank otherwise."""
+    for module in ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "fsspec"):
+        importlib.import_module(module)
 
 
 def _receive(rank: int, receiving: Connection, timeout: float) -> Any:

@@ -51,8 +51,8 @@ def command(
         found = {"options": [option.to_json() for option in options], "problems": [item.to_json() for item in problems]}
         emit_json("batch", {**body, **found})
         return
-    _print_equation(global_batch, count, max_microbatch, unit, equation)
-    _print_options(options, unit)
+    print_equation(global_batch, count, max_microbatch, unit, equation)
+    print_options(options, unit)
     print_problems(problems)
 
 
@@ -81,9 +81,14 @@ def _replicas(replicas: int | None, layout: str | None) -> tuple[int | None, lis
         return None, [Problem("SR-BATCH-INVALID", str(error), found=layout)]
 
 
-def _print_equation(
+def _same(option: BatchOption, chosen: BatchOption) -> bool:
+    return (option.kind, option.dealing) == (chosen.kind, chosen.dealing)
+
+
+def print_equation(
     global_batch: int, replicas: int, max_microbatch: int, unit: str, source: SourceBatch | None
 ) -> None:
+    """Prints the batch equation at the source, if known, and how many passes the destination would need."""
     if source is not None:
         click.echo(
             f"source       {source.replicas} replicas x {source.micro} x {source.accum} passes"
@@ -93,7 +98,8 @@ def _print_equation(
     click.echo(f"destination  {global_batch} / ({replicas} replicas x {max_microbatch}) = {passes:.4g} passes\n")
 
 
-def _print_options(options: tuple[BatchOption, ...], unit: str) -> None:
+def print_options(options: tuple[BatchOption, ...], unit: str, chosen: BatchOption | None = None) -> None:
+    """Prints the options as a table and, below it, what each needs; `chosen` is marked."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -102,7 +108,7 @@ def _print_options(options: tuple[BatchOption, ...], unit: str) -> None:
     for option in options:
         idle = f" (+{option.idle_replicas} idle)" if option.idle_replicas else ""
         table.add_row(
-            option.kind,
+            f"> {option.kind}" if chosen is not None and _same(option, chosen) else option.kind,
             str(option.global_batch),
             f"{option.replicas}{idle}",
             str(option.passes),
@@ -127,7 +133,7 @@ def _remarks(option: BatchOption) -> list[str]:
 
 
 def _dealt(dealing: Dealing) -> str:
-    """Returns the passes in words: `12 x 2, then 2 on 6 and 1 on 4`."""
+    """Returns the passes in words: `12 x 2, then (2 on 6, 1 on 4)`."""
     runs: list[tuple[tuple[int, ...], int]] = []
     for row in dealing.microbatches:
         if runs and runs[-1][0] == row:
@@ -139,5 +145,7 @@ def _dealt(dealing: Dealing) -> str:
 
 def _run(row: tuple[int, ...], count: int) -> str:
     sizes = sorted(set(row), reverse=True)
-    what = " and ".join(f"{size} on {row.count(size)}" for size in sizes) if len(sizes) > 1 else str(sizes[0])
-    return f"{count} x {what}" if len(sizes) == 1 or count == 1 else f"{count} x ({what})"
+    if len(sizes) == 1:
+        return f"{count} x {sizes[0]}"
+    mixed = ", ".join(f"{size} on {row.count(size)}" for size in sizes)
+    return f"({mixed})" if count == 1 else f"{count} x ({mixed})"

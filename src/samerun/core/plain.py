@@ -88,7 +88,7 @@ def same_plain(a: Any, b: Any) -> bool:
 
     A one-element array equals the number that it holds, because formats differ in which of the two they keep.
     """
-    a, b = _unbox(a), _unbox(b)
+    a, b = unbox(a), unbox(b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         left, right = cast("Mapping[str, Any]", a), cast("Mapping[str, Any]", b)
         return left.keys() == right.keys() and all(same_plain(left[name], right[name]) for name in left)
@@ -98,7 +98,8 @@ def same_plain(a: Any, b: Any) -> bool:
     return isinstance(a, bool) == isinstance(b, bool) and a == b
 
 
-def _unbox(value: Any) -> Any:
+def unbox(value: Any) -> Any:
+    """Returns the number in a one-element array's plain form; anything else as it is."""
     if isinstance(value, Mapping) and {"dtype", "shape", "value"} <= set(cast("Mapping[str, Any]", value)):
         return cast("Mapping[str, Any]", value)["value"]
     return cast("Any", value)
@@ -109,7 +110,7 @@ def differing_paths(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]
 
     A side that lacks the path altogether is given as `MISSING`.
     """
-    a, b = _unbox(a), _unbox(b)
+    a, b = unbox(a), unbox(b)
     if isinstance(a, Mapping) and isinstance(b, Mapping) and not (_is_leaf(a) or _is_leaf(b)):
         left, right = cast("Mapping[str, Any]", a), cast("Mapping[str, Any]", b)
         names = [*left, *(name for name in right if name not in left)]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-_UNITS = {"B": 1}
-_UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", start=1)}
-_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", start=1)}
-_BY_SPELLING = {unit.upper(): factor for unit, factor in _UNITS.items()}
+_BINARY = {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGTP", start=1)}
+_DECIMAL = {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", start=1)}
+_UNITS = {"B": 1, **_BINARY, **_DECIMAL}
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*\Z", re.ASCII)
 
 
@@ -21,7 +20,7 @@ def parse_size(text: str) -> int:
         ValueError: if it is no amount, or is zero.
     """
     match = _AMOUNT.match(text)
-    factor = _BY_SPELLING.get((match[2] or "B").upper()) if match else None
+    factor = _UNITS.get((match[2] or "B").upper()) if match else None
     if match is None or factor is None:
         raise ValueError(f"an amount of memory looks like 80GiB or 512MB, not {text!r}")
     if (size := round(float(match[1]) * factor)) < 1:

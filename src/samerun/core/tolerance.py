@@ -9,12 +9,14 @@ A limit is declared before any candidate runs, from one of three places, and the
 * `precision`: the controls repeat bit for bit, or there is only one; the floor alone is the limit.
 * `user`: a number and a reason, taken as they are.
 
-The floor is numerical analysis, not experience: two orders of summing the same n rounded terms differ by about
-`u * sqrt(n)` and hardly ever by more than a small multiple of it, with `u` the unit round-off (Higham and Mary, "A new
-approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5), 2019). A mean divides by n, so the
-rounding of its n terms leaves a relative `u / sqrt(n)`; the accumulation itself runs in fp32 and leaves a few `u32`.
-Hence `floor = growth x max(u32, u / sqrt(n))`, where the growth factor says how much arithmetic lies between the inputs
-and the metric. See `GROWTH` for the factors and `CEILING` for the point at which a band no longer judges anything.
+The floor is numerical analysis, not experience. Two orders of summing the same n rounded terms differ by about
+`u * sqrt(n)` and hardly ever by more than a small multiple of it, with `u` the unit round-off of the type in which the
+terms are computed (Higham and Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput.
+41(5), 2019). A mean divides by n, so the rounding of its n terms leaves a relative `u / sqrt(n)`; the accumulation
+itself runs in fp32 and leaves a few `u32`. Hence `floor = growth x max(u32, u / sqrt(n))`; a metric of single examples
+averages nothing, so there n is 1; and a norm that is held in the compute type cannot be known better than `2 u`. The
+growth factor says how much arithmetic lies between the inputs and the metric (`GROWTH`), and `CEILING` is the point at
+which a band no longer judges anything.
 """
 
 from __future__ import annotations
@@ -33,11 +35,20 @@ GROWTH: Mapping[str, float] = {
     "loss": 16.0,  # one mean over all tokens behind the whole forward pass
     "grad_norm": 64.0,  # forward, backward and a sum of squares over all parameters
     "update_norm": 64.0,  # the same, through the optimizer, which divides by small numbers
-    "parameter_delta": 256.0,  # one tensor alone: nothing averages its noise away
-    "eval_loss": 16.0,
-    "eval_logits": 64.0,  # the largest of many, against the largest logit
+    "parameter_delta": 256.0,  # one tensor alone: little averages its noise away
+    "eval_loss": 8.0,  # of one example, without dividing by its tokens
+    "eval_logits": 16.0,  # the largest of many differences, against the largest logit
 }
-"""How many unit round-offs of difference are ordinary for each metric when only the order of sums changed."""
+"""How many unit round-offs of difference are ordinary for each metric when only the order of sums changed.
+
+Measured between layouts (4 ranks to 3, 2, TP 2 x DP 2, HSDP 2 x 2) on a small GPT: in fp32 at most a fifth of these, in
+bf16 at most a third; `docs/judging.md` has the table."""
+
+SINGLE = frozenset({"eval_loss", "eval_logits"})
+"""Metrics of single examples: nothing is averaged, whatever the size of an update."""
+
+HELD_IN_COMPUTE_TYPE = frozenset({"grad_norm"})
+"""Metrics that a trainer may hold in the compute type itself: clipping computes the norm of bf16 gradients in bf16."""
 
 CEILING: Mapping[str, float] = {
     "loss": 0.02,
@@ -110,8 +121,8 @@ class Band:
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Self:
         """Reads the sealed form back."""
-        fields = dict(body)
-        return cls(**{**fields, "limits": tuple(fields["limits"]), "observed": tuple(fields["observed"])})
+        fields: dict[str, Any] = {**body, "limits": tuple(body["limits"]), "observed": tuple(body["observed"])}
+        return cls(**fields)
 
 
 def deviation(control: float, candidate: float, *, absolute: bool = False) -> float:
@@ -158,10 +169,12 @@ def precision_floor(metric: str, dtype: DType, num_terms: int) -> float:
     Args:
         metric: one of `METRICS`.
         dtype: the type in which activations and gradients are computed.
-        num_terms: how many per-token (or per-sample) terms the metric averages; at least 1.
+        num_terms: valid tokens (or samples) of one update, over which its metrics average.
     """
     accumulation = DTYPES["float32"].unit_roundoff if dtype.num_bytes <= 4 else dtype.unit_roundoff
-    return GROWTH[metric] * max(accumulation, dtype.unit_roundoff / math.sqrt(max(num_terms, 1)))
+    terms = 1 if metric in SINGLE else max(num_terms, 1)
+    floor = GROWTH[metric] * max(accumulation, dtype.unit_roundoff / math.sqrt(terms))
+    return max(floor, 2 * dtype.unit_roundoff) if metric in HELD_IN_COMPUTE_TYPE else floor
 
 
 def band_from_controls(

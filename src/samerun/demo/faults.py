@@ -116,6 +116,9 @@ _ALL = (
     ),
 )
 
+TRAIN = "../../../example/train.py"
+"""The training script as the launcher names it, relative to a move's folder."""
+
 FAULTS: dict[str, Fault] = {fault.name: fault for fault in _ALL}
 
 
@@ -139,7 +142,7 @@ def damage_launcher(fault: Fault, launcher: Path) -> str:
     text = launcher.read_text(encoding="utf-8")
     replace = fault.replace
     if fault.where is Where.JOB:
-        replace = (("train.py", f"-m samerun.demo.sabotage {fault.name} train.py"),)
+        replace = ((TRAIN, f"-m samerun.demo.sabotage {fault.name} {TRAIN}"),)
     for old, new in replace:
         if old not in text:
             raise ValueError(f"the launch script no longer contains {old!r}, which the fault {fault.name} replaces")

@@ -1,1 +1,1 @@
-"""The migration manifest: what is moved, from where to where, and what may change. Data and checks, no I/O but `read`."""
+"""The migration manifest: what is moved, from where to where, and what may change. Only `read` touches files."""

@@ -112,7 +112,8 @@ def _check_batch(batch: Batch, locate: Locate) -> Iterator[Problem]:
             "SR-MAN-BATCH",
             "a learning rate value goes with policy value, and only with it",
             where=locate(("batch", "changed", "learning_rate")),
-            found={"policy": rate.policy, "value": rate.value},
+            expected="a value" if rate.policy == "value" else "no value",
+            found=f"policy {rate.policy}, value {rate.value}",
         )
 
 
@@ -153,8 +154,8 @@ def _check_control(control: Control, batch: Batch | None, locate: Locate) -> Ite
         yield Problem("SR-MAN-CONTROL", message, where=locate(("control", "trace")))
     if control.vary_microbatch is None:
         return
-    if control.repeats < 2 or recorded:
-        message = "vary_microbatch is for the second control that samerun runs, and there is none"
+    if control.repeats < 2 or control.kind == "trace":
+        message = "vary_microbatch is for the second control, which samerun runs, and there is none"
         yield Problem("SR-MAN-CONTROL", message, where=locate(("control", "vary_microbatch")))
     if batch is not None and control.vary_microbatch == batch.max_microbatch:
         yield Problem(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -121,8 +121,25 @@ def question_problem(document: Document, question: Question) -> Problem:
         "SR-PLAN-ASK",
         f"{question.key} is not decided: {question.text}",
         where={"file": document.name, "line": question.line, "key": question.key},
-        hint=f"replace the ASK by one of: {question.answers}" if question.answers else "replace the ASK by an answer",
+        hint=f"accepted here: {question.answers}" if question.answers else "replace the ASK by an answer",
     )
+
+
+def place_problems(document: Document, problems: Iterable[Problem]) -> list[Problem]:
+    """Returns the findings with file and line added to those that name a key of the manifest."""
+    return [_placed(document, problem) for problem in problems]
+
+
+def _placed(document: Document, problem: Problem) -> Problem:
+    dotted = problem.where.get("key")
+    if dotted is None or "file" in problem.where:
+        return problem
+    keys: Keys = tuple(str(dotted).split("."))
+    while keys and keys not in document.lines:
+        keys = keys[:-1]
+    if not keys:
+        return problem
+    return replace(problem, where={"file": document.name, "line": document.lines[keys], **problem.where})
 
 
 def parse_document(text: str, name: str = "manifest") -> Document:
@@ -131,7 +148,7 @@ def parse_document(text: str, name: str = "manifest") -> Document:
         root = YAML(typ="safe", pure=True).compose(text)
     except MarkedYAMLError as error:
         return _unreadable(name, text, _syntax_problem(name, error))
-    except (YAMLError, RecursionError) as error:
+    except (YAMLError, RecursionError, ValueError) as error:
         return _unreadable(name, text, Problem("SR-MAN-YAML", f"not readable as YAML: {error}", where={"file": name}))
     if not isinstance(root, MappingNode):
         message = "a manifest is a YAML mapping that begins with `samerun: 1`"
@@ -175,10 +192,10 @@ class _Reader:
     def mapping(self, node: MappingNode, at: Keys) -> dict[str, Any]:
         data: dict[str, Any] = {}
         for key_node, value_node in cast(list[tuple[Node, Node]], node.value):
-            key = key_node.value if isinstance(key_node, ScalarNode) else "?"
-            path = (*at, key)
+            key = str(key_node.value) if isinstance(key_node, ScalarNode) else "?"
+            path = (*at, key if _is_text(key) else "?")
             line = key_node.start_mark.line + 1
-            if not isinstance(key_node, ScalarNode) or key == "<<":
+            if not isinstance(key_node, ScalarNode) or key == "<<" or not _is_text(key):
                 self._refuse(line, path, "a key is one plain word; merge keys are not accepted")
             elif path in self.lines:
                 self._refuse(line, path, f"{key} is given twice, first on line {self.lines[path]}")
@@ -205,6 +222,11 @@ class _Reader:
 
     def _scalar(self, node: ScalarNode, at: Keys) -> Any:
         text = str(node.value)
+        if not _is_text(text):
+            self._refuse(
+                node.start_mark.line + 1, at, "the text has a NUL or half a character (a lone surrogate) in it"
+            )
+            return None
         match str(node.tag).rsplit(":", 1)[-1]:
             case "null":
                 return None
@@ -231,7 +253,7 @@ class _Reader:
         try:
             return int(plain, 0) if kind is int and plain.lower().startswith(("0x", "0o")) else kind(plain)
         except ValueError:
-            self._refuse(node.start_mark.line + 1, at, f"{text} is not a number; quote it if it is text")
+            self._refuse(node.start_mark.line + 1, at, f"{text[:40]} is not a number; quote it if it is text")
             return None
 
     def _refuse(self, line: int, at: Keys, message: str) -> None:
@@ -239,10 +261,15 @@ class _Reader:
         self.problems.append(Problem("SR-MAN-YAML", message, where=where))
 
 
+def _is_text(text: str) -> bool:
+    return not any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text)
+
+
 def _questions(reader: _Reader) -> Iterator[Question]:
     for keys, text in reader.asked.items():
-        asked = text or describe(keys) or "no question is written down"
-        yield Question(_dotted(keys), asked, reader.lines[keys], accepted(keys))
+        meaning = describe(keys)
+        answers = accepted(keys) if "null" in meaning else accepted(keys).removesuffix(" | null")
+        yield Question(_dotted(keys), text or meaning or "no question is written down", reader.lines[keys], answers)
 
 
 def _violations(data: dict[str, Any], reader: _Reader, questions: tuple[Question, ...]) -> Iterator[Problem]:
@@ -254,8 +281,11 @@ def _violations(data: dict[str, Any], reader: _Reader, questions: tuple[Question
     except ValidationError as error:
         for violation in error.errors(include_url=False):
             keys = _data_path(violation["loc"], data)
+            value = violation["input"]
+            if violation["type"].startswith("union_tag") and isinstance(value, dict) and "from" in value:
+                keys, value = (*keys, "from"), cast(dict[str, Any], value)["from"]
             if _dotted(keys) not in open_keys | already:
-                yield _as_problem(violation["type"], violation["msg"], violation["input"], keys, reader)
+                yield _as_problem(violation["type"], violation["msg"], value, keys, reader)
 
 
 def _data_path(location: tuple[int | str, ...], data: Any) -> Keys:
@@ -277,7 +307,7 @@ def _as_problem(kind: str, message: str, value: Any, keys: Keys, reader: _Reader
     where = _place(reader, keys)
     dotted = _dotted(keys)
     if kind == "missing":
-        hint = f"{describe(keys)} Answers: {accepted(keys)}".strip()
+        hint = f"{describe(keys)} Accepted here: {accepted(keys)}".strip()
         return Problem("SR-MAN-MISSING", f"{dotted} is missing", where=where, hint=hint)
     if kind == "extra_forbidden":
         return Problem("SR-MAN-KEY", f"there is no key {dotted}", where=where, hint=_closest(keys))

@@ -34,20 +34,21 @@ def schema_text() -> str:
 
 def known_keys(path: Path) -> tuple[str, ...]:
     """Returns the keys that the mapping at `path` may hold; empty where there is no mapping or any key goes."""
-    return tuple(key for node in _nodes(path) for key in node.get("properties", {}))
+    return tuple(dict.fromkeys(key for node in _nodes(path) for key in node.get("properties", {})))
 
 
 def accepted(path: Path) -> str:
-    """Returns in words what may stand at `path`, such as `exact | expected-to-change | {bounded: number}`.
+    """Returns in words what may stand at `path`, such as `exact | expected-to-change | {bounded}`.
 
-    Empty for a path that the schema does not know.
+    A mapping is given by its keys, those that may be left out with a question mark. Empty for an unknown path.
     """
     return " | ".join(dict.fromkeys(_in_words(node) for node in _nodes(path)))
 
 
 def describe(path: Path) -> str:
     """Returns the one-sentence description of the field at `path`, or nothing."""
-    return next((node["description"] for node in _nodes(path, whole=True) if "description" in node), "")
+    nodes = [*_nodes(path, whole=True), *_nodes(path)]
+    return next((node["description"] for node in nodes if "description" in node), "")
 
 
 def _drop_titles(node: Any) -> None:
@@ -117,7 +118,7 @@ def _mapping_in_words(node: dict[str, Any]) -> str:
     if not fields:
         return "a mapping"
     required = node.get("required", ())
-    return "{" + ", ".join(key if key in required else f"[{key}]" for key in fields) + "}"
+    return "{" + ", ".join(key if key in required else f"{key}?" for key in fields) + "}"
 
 
 def _range(node: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """The seal: a hash over everything that was declared, taken before any candidate runs.
 
-What is sealed: the manifest's content, the plan, the resolved tolerances (bands), and the hashes of the control evidence
-from which they come. A change afterwards is refused and named; going on needs a further seal with a reason, and the
-earlier seals stay in the record (`sealed.json`).
+What is sealed: the manifest's content, the plan, the resolved tolerances (bands), and the hashes of the control
+evidence from which they come. A change afterwards is refused and named; going on needs a further seal with a reason,
+and the earlier seals stay in the record (`sealed.json`).
 """
 
 from __future__ import annotations

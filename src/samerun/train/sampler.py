@@ -260,14 +260,19 @@ class ElasticSampler(Sampler[list[int]]):
         return self._committed
 
     @property
-    def passes(self) -> int:
-        """Passes of the current update, that is of the first one not committed."""
-        return self.dealing.passes
+    def dealing(self) -> Dealing:
+        """How a whole global batch is dealt."""
+        return self._dealings[self.global_batch]
 
     @property
-    def dealing(self) -> Dealing:
-        """How the current update is dealt. A smaller last update of an epoch has a dealing of its own."""
+    def update_dealing(self) -> Dealing:
+        """How the current update is dealt, that is the first one not committed: `dealing`, or a smaller last one."""
         return self._dealing(self._span().num_samples)
+
+    @property
+    def passes(self) -> int:
+        """Passes of the current update."""
+        return self.update_dealing.passes
 
     def update_ids(self, replica: int | None = None) -> Ids:
         """Returns the current update's ids of this (or another) replica in the order of its passes, int64."""

@@ -7,7 +7,7 @@ multisets, because how one update's samples are dealt to ranks and passes is exa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,13 +140,47 @@ def _first_difference(expected: Sequence[tuple[int, Ids]], found: Sequence[tuple
     return differing[0] if differing else None
 
 
+def audit_prefix(expected: Sequence[tuple[int, Ids]], found: Sequence[tuple[int, Ids]]) -> Audit:
+    """Compares windows whose batches differ on purpose: both must walk the same global order.
+
+    Only multisets per update are known. So whatever the candidate had consumed after an update must contain what the
+    control consumed in fewer samples, and lie within what it consumed in more; beyond the control's window nothing is
+    judged. Arguments as for `audit_window`.
+    """
+    consumed: Counter[Any] = Counter()
+    for update, ids in found:
+        consumed.update(ids)
+        inner, outer = _surrounding(expected, consumed.total())
+        omitted = inner - consumed
+        beyond = consumed - outer if outer is not None else Counter[Any]()
+        if omitted or beyond:
+            again = Counter({item: count for item, count in beyond.items() if outer and item in outer})
+            return Audit(
+                replayed=tuple((update, item) for item in again.elements()),
+                omitted=tuple((update, item) for item in omitted.elements()),
+                other=tuple((update, item) for item in (beyond - again).elements()),
+                first_difference=update,
+                num_compared=consumed.total(),
+            )
+    return Audit(num_compared=consumed.total())
+
+
+def _surrounding(expected: Sequence[tuple[int, Ids]], count: int) -> tuple[Counter[Any], Counter[Any] | None]:
+    """Returns the control's samples after its last update within `count` samples, and after its first beyond them."""
+    inner: Counter[Any] = Counter()
+    outer: Counter[Any] = Counter()
+    for _, ids in expected:
+        outer.update(ids)
+        if outer.total() <= count:
+            inner.update(ids)
+        if outer.total() >= count:
+            return inner, outer
+    return inner, None
+
+
 def window_ids(updates: Sequence[ObservedUpdate]) -> list[tuple[int, Ids]]:
     """Returns (update, ids of all replicas) for every update whose ids were recorded."""
-    return [(item.update, _all_ids(item)) for item in updates if item.ids is not None]
-
-
-def _all_ids(update: ObservedUpdate) -> Ids:
-    return tuple(item for replica in sorted(update.ids or {}) for item in (update.ids or {})[replica])
+    return [(item.update, item.all_ids()) for item in updates if item.ids is not None]
 
 
 def check_audit(audit: Audit, *, replay_bound: int = 0, omission_bound: int = 0) -> list[Problem]:

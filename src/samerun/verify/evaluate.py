@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from samerun.core.tolerance import Band, deviation
 from samerun.errors import Problem
-from samerun.verify.observed import Line, number
+from samerun.trace import EvalLine
 
 Array = npt.NDArray[Any]
 
@@ -32,16 +32,15 @@ class Evaluation:
     changed: tuple[str, ...]
 
 
-def read_evaluation(line: Line, logits: Array | None) -> Evaluation:
+def evaluation_of(line: EvalLine, logits: Array | None) -> Evaluation:
     """Returns the evaluation that a trace line describes; `logits` is the array from the file that it names."""
-    changed = [str(name) for name in line.get("changed") or ()]
-    if line.get("state_unchanged") is False and not changed:
+    changed = list(line.changed)
+    if not line.state_unchanged and not changed:
         changed.append("state")
-    if line.get("rng_unchanged") is False:
+    if not line.rng_unchanged:
         changed.append("random number generators")
-    losses = tuple(math.nan if (value := number(item)) is None else value for item in line.get("losses") or ())
-    shape = tuple((line.get("logits") or {}).get("shape") or ())
-    return Evaluation(int(line["update"]), losses, logits, shape, tuple(dict.fromkeys(changed)))
+    shape = tuple((line.logits or {}).get("shape") or ())
+    return Evaluation(line.update, line.losses, logits, shape, tuple(dict.fromkeys(changed)))
 
 
 def loss_deviation(control: Evaluation, candidate: Evaluation, *, absolute: bool = False) -> float:

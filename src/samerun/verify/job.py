@@ -8,7 +8,8 @@ from typing import Any
 
 from samerun.core.mesh import Layout
 from samerun.errors import Problem, Severity
-from samerun.verify.observed import Line, Observed
+from samerun.trace import Header
+from samerun.verify.observed import Observed
 
 LINES_TO_ADD = """recorder = Recorder.from_env()
 recorder.attach(model, optimizer, scheduler=scheduler, sampler=sampler, layout=layout)
@@ -102,9 +103,12 @@ def describe_status(returncode: int) -> str:
     return f"signal {-returncode} ({names.get(-returncode, 'unnamed')})"
 
 
-def check_job(observed: Observed, plan: JobPlan) -> list[Problem]:
-    """Compares what the job says it is with the sealed plan. Everything here is known before the first update."""
-    if not observed.headers:
+def check_job(observed: Observed | None, plan: JobPlan) -> list[Problem]:
+    """Compares what the job says it is with the sealed plan. Everything here is known before the first update.
+
+    `observed` is None when the job left no readable trace at all.
+    """
+    if observed is None:
         return [_silent(plan.stage)]
     problems = [*_check_world(observed.headers, plan), *_check_stage(observed.headers, plan)]
     if not problems:  # a wrong world makes every rank's layout and batch wrong too: name the cause, not its echoes
@@ -121,8 +125,8 @@ def _silent(stage: str) -> Problem:
     )
 
 
-def _check_world(headers: Mapping[int, Line], plan: JobPlan) -> list[Problem]:
-    wrong = {rank: line["world_size"] for rank, line in headers.items() if line["world_size"] != plan.world_size}
+def _check_world(headers: Mapping[int, Header], plan: JobPlan) -> list[Problem]:
+    wrong = {rank: line.world_size for rank, line in headers.items() if line.world_size != plan.world_size}
     if wrong:
         rank = min(wrong)
         return [
@@ -150,8 +154,8 @@ def _check_world(headers: Mapping[int, Line], plan: JobPlan) -> list[Problem]:
     return []
 
 
-def _check_stage(headers: Mapping[int, Line], plan: JobPlan) -> list[Problem]:
-    wrong = {rank: line.get("stage") for rank, line in headers.items() if line.get("stage") not in (plan.stage, None)}
+def _check_stage(headers: Mapping[int, Header], plan: JobPlan) -> list[Problem]:
+    wrong = {rank: line.stage for rank, line in headers.items() if line.stage != plan.stage}
     if not wrong:
         return []
     rank = min(wrong)
@@ -167,44 +171,52 @@ def _check_stage(headers: Mapping[int, Line], plan: JobPlan) -> list[Problem]:
     ]
 
 
-def _check_layout(headers: Mapping[int, Line], plan: JobPlan) -> list[Problem]:
-    for rank, line in sorted(headers.items()):
-        if line.get("layout") is None:
+def _check_layout(headers: Mapping[int, Header], plan: JobPlan) -> list[Problem]:
+    for rank, header in sorted(headers.items()):
+        for axes in (header.layout, header.declared_layout):
+            if axes is not None and (problem := _layout_differs(axes, plan, rank)) is not None:
+                return [problem]
+        if header.layout is None:
             return [_not_reported(plan, rank, "layout", "SR-JOB-LAYOUT", "pass layout= to recorder.attach")]
-        found = Layout.from_dict(line["layout"])
-        if found != plan.layout:
-            return [
-                Problem(
-                    "SR-JOB-LAYOUT",
-                    "the job arranges its ranks in another way than the sealed plan",
-                    where={"stage": plan.stage, "rank": rank},
-                    expected=str(plan.layout),
-                    found=str(found),
-                    hint="build the device mesh from {layout} in the launch command",
-                )
-            ]
-        expected, coordinate = plan.layout.coordinate(rank), line.get("coordinate")
-        if coordinate is not None and {axis: coordinate.get(axis, 0) for axis in expected} != expected:
+        expected = plan.layout.coordinate(rank)
+        if header.coordinate and {axis: header.coordinate.get(axis, 0) for axis in expected} != expected:
             return [
                 Problem(
                     "SR-JOB-LAYOUT",
                     "a rank sits at another place in the mesh than the sealed plan says",
                     where={"stage": plan.stage, "rank": rank},
                     expected=_axes(expected),
-                    found=_axes(coordinate),
+                    found=_axes(header.coordinate),
                     hint="axes are ordered pp, dp_replicate, dp_shard, cp, tp with tp changing fastest",
                 )
             ]
     return []
 
 
+def _layout_differs(axes: Mapping[str, int], plan: JobPlan, rank: int) -> Problem | None:
+    try:
+        found = str(Layout.from_dict(axes))
+    except (ValueError, TypeError) as error:
+        found = f"{dict(axes)}: {error}"
+    if found == str(plan.layout):
+        return None
+    return Problem(
+        "SR-JOB-LAYOUT",
+        "the job arranges its ranks in another way than the sealed plan",
+        where={"stage": plan.stage, "rank": rank},
+        expected=str(plan.layout),
+        found=found,
+        hint="build the device mesh from {layout} in the launch command",
+    )
+
+
 def _axes(coordinate: Mapping[str, int]) -> str:
     return ", ".join(f"{axis} {place}" for axis, place in coordinate.items())
 
 
-def _check_batch(headers: Mapping[int, Line], plan: JobPlan) -> list[Problem]:
+def _check_batch(headers: Mapping[int, Header], plan: JobPlan) -> list[Problem]:
     for rank, line in sorted(headers.items()):
-        batch = line.get("batch")
+        batch = line.batch
         if batch is None:
             return [_not_reported(plan, rank, "batch", "SR-JOB-BATCH", "pass sampler= to recorder.attach")]
         differing = _batch_differences(batch, plan)

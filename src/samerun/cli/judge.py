@@ -1,0 +1,107 @@
+"""`samerun judge`: promote, reject or abstain, from what lies in a run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from samerun.cli.output import emit_json, print_problems, stdout_console
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_STYLE = {"promote": "bold green", "reject": "bold red", "abstain": "bold yellow"}
+_MARK = {True: ("holds", "green"), False: ("fails", "bold red"), None: ("not reached", "dim")}
+
+
+@click.command(name="judge")
+@click.argument("rundir", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(rundir: Path, as_json: bool) -> int:
+    """Judge RUNDIR again from its evidence: promote, reject or abstain.
+
+    Starts no process. The traces are assessed again under the sealed
+    tolerances. Exits 0 for promote, 1 for reject, 4 for abstain.
+
+    \b
+    samerun judge move.run
+    samerun judge move.run --json
+    """
+    from samerun.runner.judging import judge_run
+    from samerun.runner.rundir import RunDirectory
+
+    directory = RunDirectory(rundir)
+    directory.require()
+    with directory.lock():
+        verdict = judge_run(directory)
+    body = verdict.to_json()
+    if as_json:
+        emit_json("judge", {name: value for name, value in body.items() if name != "schema"})
+    else:
+        print_verdict(body, rundir)
+    return verdict.exit_code
+
+
+def print_verdict(body: Mapping[str, Any], rundir: Path) -> None:
+    """Prints a verdict for people: the criteria, the reasons with causes first, and the decision last."""
+    from rich.text import Text
+
+    from samerun.verify.stage import problem_from_json
+
+    out = stdout_console()
+    out.print()
+    out.print(_criteria_table(body))
+    if body["reasons"]:
+        out.print(Text("\nreasons, causes first", style="bold"))
+        for reason in body["reasons"]:
+            print_problems([problem_from_json(reason)], out)
+    warnings = [problem_from_json(item) for item in body["remarks"] if item["severity"] == "warning"]
+    if warnings:
+        out.print(Text("\nto be looked at", style="bold"))
+        print_problems(warnings, out)
+    out.print(Text(f"\n{body['verdict'].upper()}", style=_STYLE[body["verdict"]]).append(_tail(body), style="default"))
+    out.print(Text(f"{rundir / 'verdict.json'}", style="dim"))
+
+
+def _criteria_table(body: Mapping[str, Any]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for name, justify in (("criterion", "left"), ("", "left"), ("value", "right"), ("limit", "right"), ("", "left")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for item in body["criteria"]:
+        word, style = _MARK[item["pass"]]
+        reached = item["pass"] is not None
+        table.add_row(
+            item["name"],
+            Text(word, style=style),
+            _number(item["value"]) if reached else "",
+            _number(item["limit"]) if reached else "",
+            Text(item["question"], style="dim"),
+        )
+    return table
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return str(value)
+
+
+def _tail(body: Mapping[str, Any]) -> str:
+    validated = body["validated"]
+    if body["verdict"] == "promote":
+        axes = ",".join(f"{axis}={size}" for axis, size in validated["layout"].items())
+        batch = validated["batch"]
+        return (
+            f"  {body['label']} on {axes}, {batch['global_batch']} samples per update "
+            f"({batch['option']}, {batch['passes']} passes), invariant {batch['invariant']}"
+        )
+    if body["verdict"] == "abstain":
+        return "  the evidence does not suffice to judge; this is not a pass"
+    first = body["first_divergence"]
+    return f"  first divergence: {first['criterion']} at {first['stage'] or 'the evidence'} ({first['code']})"

@@ -1,0 +1,332 @@
+"""Memory per destination rank and on the host, estimated from shapes alone.
+
+The model is FSDP2 (`torch.distributed.fsdp.fully_shard`) under HSDP, tensor, context, pipeline and expert parallelism:
+
+* A parameter is cut on dimension 0 into `dp_shard x cp` rows-per-rank of `ceil(rows / ranks)`; parameters and gradients
+  are allocated at that padded size on every rank, optimizer state at the rank's own rows (so the last ranks hold less).
+* `dp_replicate` copies everything. `tp` first cuts a tensor of two or more dimensions on the first of its two leading
+  dimensions that it divides; vectors, and matrices that it does not divide, are copied. `ep` cuts stacked experts on
+  dimension 0 and deals numbered ones out. `pp` gives each stage an equal run of blocks, the embedding to the first
+  stage and everything else outside the blocks to the last; a tied tensor is on both.
+* A block is what `fully_shard` is usually applied to: everything up to the first number in the name (`layers.3`); all
+  that is outside of blocks is one more unit. The largest unit is gathered whole, in the compute type, when it is used.
+
+Activations, the gradient of the gathered unit, communication buffers and the framework's own memory come on top: the
+total is a lower bound. All amounts are in bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from samerun.core.dtype import DType
+from samerun.core.mesh import Layout
+from samerun.core.state import LogicalState, Role, TensorEntry
+
+ROOT_UNIT = "(outside blocks)"
+
+_PARTS = ("parameters", "gradients", "optimizer", "masters", "ema", "buffers", "gather")
+_EMBEDDING_WORDS = ("emb", "wte", "wpe", "tok")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """What one rank holds, in bytes. `gather_unit` names the unit whose gathering needs `gather_bytes`."""
+
+    rank: int
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    masters_bytes: int
+    ema_bytes: int
+    buffers_bytes: int
+    gather_bytes: int
+    gather_unit: str
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum of the parts: what the rank needs before any activation."""
+        return sum(getattr(self, f"{part}_bytes") for part in _PARTS)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the parts and their total."""
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"total_bytes": self.total_bytes}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Self:
+        """Reads `to_json` back."""
+        return cls(**{field.name: body[field.name] for field in fields(cls)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """Host memory at its peak, in bytes, for the two ways to get the state onto the destination.
+
+    `consolidate_bytes`: one process merges everything into one file, every tensor in memory once. `direct_bytes`: every
+    destination rank (all on one host) loads its own shards, holding the largest stored piece while it copies from it.
+    """
+
+    consolidate_bytes: int
+    direct_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Memory at a layout. `optimizer_known` is false where the checkpoint holds no optimizer state to count."""
+
+    layout: Layout
+    per_rank: tuple[RankMemory, ...]
+    host: HostMemory
+    optimizer_known: bool
+    device_memory_bytes: int | None = None
+
+    @property
+    def largest(self) -> RankMemory:
+        """The rank that needs most."""
+        return max(self.per_rank, key=lambda item: item.total_bytes)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the lower bound fits the device; None if no device was named."""
+        return None if self.device_memory_bytes is None else self.largest.total_bytes <= self.device_memory_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the JSON form that `samerun memory --json` prints and a plan holds."""
+        return {
+            "layout": self.layout.to_dict(),
+            "per_rank": [item.to_json() for item in self.per_rank],
+            "host": {"consolidate_bytes": self.host.consolidate_bytes, "direct_bytes": self.host.direct_bytes},
+            "optimizer_known": self.optimizer_known,
+            "device_memory_bytes": self.device_memory_bytes,
+            "fits": self.fits,
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Self:
+        """Reads `to_json` back."""
+        return cls(
+            layout=Layout.from_dict(body["layout"]),
+            per_rank=tuple(RankMemory.from_json(item) for item in body["per_rank"]),
+            host=HostMemory(**body["host"]),
+            optimizer_known=body["optimizer_known"],
+            device_memory_bytes=body["device_memory_bytes"],
+        )
+
+
+def unit_of(fqn: str) -> str:
+    """Returns the unit that is gathered together with the parameter `fqn`.
+
+    >>> unit_of("model.layers.3.mlp.experts.5.w1"), unit_of("norm.weight")
+    ('model.layers.3', '(outside blocks)')
+    """
+    parts = fqn.split(".")
+    for index, part in enumerate(parts):
+        if part.isdecimal():
+            return ".".join(parts[: index + 1])
+    return ROOT_UNIT
+
+
+def trainable_fqns(state: LogicalState) -> frozenset[str]:
+    """Returns the parameters that have gradients, as far as the checkpoint tells.
+
+    Those with optimizer state; where nothing has any (plain SGD, or nothing saved) those in a parameter group; where
+    there are no groups either, all. A parameter that is in a group but has no state was frozen or never used.
+    """
+    entries = state.tensors.values()
+    if stepped := {entry.key.fqn for entry in entries if entry.key.role is Role.OPTIM}:
+        return frozenset(stepped)
+    if grouped := {fqn for group in state.groups for fqn in group.params}:
+        return frozenset(grouped)
+    return frozenset(entry.key.fqn for entry in entries if entry.key.role is Role.PARAM)
+
+
+def estimate_memory(
+    state: LogicalState,
+    layout: Layout,
+    *,
+    compute_dtype: DType | None = None,
+    device_memory_bytes: int | None = None,
+) -> MemoryEstimate:
+    """Returns the memory of every rank of `layout`, and of the host while the state gets there.
+
+    Args:
+        state: the checkpoint's logical state; only names, shapes and types are used.
+        layout: the destination.
+        compute_dtype: type in which gathered parameters are held; None means the type that they are stored in.
+        device_memory_bytes: one device's memory, to compare with.
+    """
+    cells = _Cells(state, layout, compute_dtype)
+    for entry in state.tensors.values():
+        cells.add(entry)
+    return MemoryEstimate(
+        layout=layout,
+        per_rank=tuple(cells.ranks()),
+        host=_estimate_host(state, layout),
+        optimizer_known=any(entry.key.role is Role.OPTIM for entry in state.tensors.values()),
+        device_memory_bytes=device_memory_bytes,
+    )
+
+
+def _estimate_host(state: LogicalState, layout: Layout) -> HostMemory:
+    entries = state.tensors.values()
+    return HostMemory(
+        consolidate_bytes=sum(entry.num_bytes for entry in entries),
+        direct_bytes=layout.world_size * max((_largest_piece_bytes(entry) for entry in entries), default=0),
+    )
+
+
+def _largest_piece_bytes(entry: TensorEntry) -> int:
+    return int(entry.tiling.sizes.prod(axis=1).max(initial=0)) * entry.dtype.num_bytes
+
+
+class _Cells:
+    """Bytes by (pipeline stage, position in dp_shard x cp x tp): ranks that differ only in dp_replicate are alike."""
+
+    def __init__(self, state: LogicalState, layout: Layout, compute_dtype: DType | None) -> None:
+        self.state = state
+        self.layout = layout
+        self.compute_dtype = compute_dtype
+        self.width = layout.dp_shard * layout.cp * layout.tp
+        self.bytes = {part: np.zeros((layout.pp, self.width), np.int64) for part in _PARTS}
+        self.units: dict[tuple[int, str], int] = {}
+        self.trainable = trainable_fqns(state)
+
+    @cached_property
+    def params(self) -> dict[str, TensorEntry]:
+        """Parameters by name, which are what optimizer state follows."""
+        return {entry.key.fqn: entry for entry in self.state.tensors.values() if entry.key.role is Role.PARAM}
+
+    @cached_property
+    def block_stage(self) -> dict[str, int]:
+        """The pipeline stage of each block, equal runs of them in numerical order."""
+        blocks = {unit for fqn in self.params if (unit := unit_of(fqn)) != ROOT_UNIT}
+        ordered = sorted(blocks, key=lambda unit: (unit.rpartition(".")[0], int(unit.rpartition(".")[2])))
+        return {unit: index * self.layout.pp // len(ordered) for index, unit in enumerate(ordered)}
+
+    def add(self, entry: TensorEntry) -> None:
+        """Counts one tensor of the state wherever it belongs."""
+        stages = self._stages(entry)
+        match entry.key.role:
+            case Role.PARAM:
+                self._add_parameter(entry, stages)
+            case Role.BUFFER:
+                self._put("buffers", stages, np.full(self.width, entry.num_bytes, np.int64))
+            case Role.OPTIM:
+                self._put("optimizer", stages, self._held(entry) * entry.dtype.num_bytes)
+            case Role.MASTER:
+                self._put("masters", stages, self._held(entry) * entry.dtype.num_bytes)
+            case Role.EMA:
+                self._put("ema", stages, self._held(entry) * entry.dtype.num_bytes)
+
+    def _add_parameter(self, entry: TensorEntry, stages: frozenset[int]) -> None:
+        cut = self._cut(entry.key.fqn, entry.shape)
+        allocated = cut.allocated() * entry.dtype.num_bytes
+        self._put("parameters", stages, allocated)
+        if entry.key.fqn in self.trainable:
+            self._put("gradients", stages, allocated)
+        if cut.shards > 1:
+            computed = self.compute_dtype if self.compute_dtype and entry.dtype.kind == "float" else entry.dtype
+            for stage in stages:
+                key = (stage, unit_of(entry.key.fqn))
+                self.units[key] = self.units.get(key, 0) + cut.gathered() * computed.num_bytes
+
+    def _put(self, part: str, stages: frozenset[int], size_bytes: npt.NDArray[np.int64]) -> None:
+        for stage in stages:
+            self.bytes[part][stage] += size_bytes
+
+    def _stages(self, entry: TensorEntry) -> frozenset[int]:
+        owner = self.params.get(entry.key.fqn, entry)
+        stages = {self._stage(name) for name in (entry.key.fqn, *owner.aliases)}
+        return frozenset(stages)
+
+    def _stage(self, fqn: str) -> int:
+        last = self.layout.pp - 1
+        embeds = any(word in fqn.lower() for word in _EMBEDDING_WORDS)
+        return self.block_stage.get(unit_of(fqn), 0 if embeds else last)
+
+    def _held(self, entry: TensorEntry) -> npt.NDArray[np.int64]:
+        """Returns the elements of a slot, master or average that each position holds: cut as its parameter is."""
+        owner = self.params.get(entry.key.fqn)
+        if not entry.shape or (owner is not None and owner.shape[:1] != entry.shape[:1]):
+            return np.full(self.width, entry.num_elements, np.int64)
+        return self._cut(entry.key.fqn, entry.shape).held()
+
+    def _cut(self, fqn: str, shape: tuple[int, ...]) -> _Cut:
+        layout = self.layout
+        if layout.ep > 1 and "experts" in fqn.split("."):
+            return _cut_expert(fqn, shape, layout)
+        rows, rest = _cut_tp(shape, layout.tp)
+        return _Cut(rows, rest, layout.dp_shard * layout.cp, np.arange(self.width) // layout.tp)
+
+    def ranks(self) -> Iterator[RankMemory]:
+        """Yields the ranks in order."""
+        largest = [self._largest_unit(stage) for stage in range(self.layout.pp)]
+        for stage, (_, size_bytes) in enumerate(largest):
+            self.bytes["gather"][stage] = size_bytes
+        for rank in range(self.layout.world_size):
+            at = self.layout.coordinate(rank)
+            position = (at["dp_shard"] * self.layout.cp + at["cp"]) * self.layout.tp + at["tp"]
+            parts = {f"{part}_bytes": int(self.bytes[part][at["pp"], position]) for part in _PARTS}
+            yield RankMemory(rank=rank, gather_unit=largest[at["pp"]][0], **parts)
+
+    def _largest_unit(self, stage: int) -> tuple[str, int]:
+        mine = {unit: size for (at, unit), size in self.units.items() if at == stage}
+        return max(mine.items(), key=lambda item: item[1], default=("", 0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cut:
+    """`rows` of `rest` elements each, in chunks over `shards` ranks; `index` is each position's chunk, -1 for none."""
+
+    rows: int
+    rest: int
+    shards: int
+    index: npt.NDArray[np.int64]
+
+    @property
+    def _chunk(self) -> int:
+        return math.ceil(self.rows / self.shards)
+
+    def held(self) -> npt.NDArray[np.int64]:
+        """Elements that each position owns."""
+        rows = np.clip(self.rows - self.index * self._chunk, 0, self._chunk)
+        return np.where(self.index < 0, 0, rows * self.rest)
+
+    def allocated(self) -> npt.NDArray[np.int64]:
+        """Elements that each position allocates: a whole chunk, even where fewer rows are left."""
+        return np.where(self.index < 0, 0, self._chunk * self.rest)
+
+    def gathered(self) -> int:
+        """Elements of the gathered tensor, padding included."""
+        return self._chunk * self.shards * self.rest
+
+
+def _cut_tp(shape: tuple[int, ...], tp: int) -> tuple[int, int]:
+    """Returns rows and elements per row of one tensor-parallel rank's part."""
+    rows, rest = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+    if tp == 1 or len(shape) < 2:
+        return rows, rest
+    if rows % tp == 0:
+        return rows // tp, rest
+    return (rows, rest // tp) if shape[1] % tp == 0 else (rows, rest)
+
+
+def _cut_expert(fqn: str, shape: tuple[int, ...], layout: Layout) -> _Cut:
+    """Experts are dealt over `ep`, innermost in dp_shard x cp x tp; what is left of those ranks shards each of them."""
+    width = layout.dp_shard * layout.cp * layout.tp
+    positions = np.arange(width)
+    shards = width // layout.ep
+    rows, rest = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+    parts = fqn.split(".")
+    number = parts[parts.index("experts") + 1] if parts[-1] != "experts" else ""
+    if not number.isdecimal():
+        return _Cut(math.ceil(rows / layout.ep), rest, shards, positions // layout.ep)
+    mine = positions % layout.ep == int(number) % layout.ep
+    return _Cut(rows, rest, shards, np.where(mine, positions // layout.ep, -1))

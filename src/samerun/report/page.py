@@ -1,0 +1,515 @@
+"""The page as one value: everything that the templates show, already decided. Pure, given what was read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from samerun.catalog import Entry, load_catalog
+from samerun.core.size import format_size
+from samerun.errors import Problem, Severity
+from samerun.plan.memory import MemoryEstimate
+from samerun.report.batch import BatchView, view_batch
+from samerun.report.charts import Chart, Drawing, Tick, draw_panel, name_ticks
+from samerun.report.layout import Held, Mesh, Ownership, draw_mesh, plan_ownership
+from samerun.report.model import Criterion, Gap, ReportModel, Stage
+from samerun.report.samples import SamplesView, view_samples
+from samerun.report.state import StateView, view_state
+from samerun.report.updates import plan_charts
+from samerun.verify.observed import Observed
+
+MAX_SAME_FINDINGS = 10
+"""Findings of one code that a stage's list spells out; the rest are counted and stay in the stage's result."""
+MAX_MEMORY_RANKS = 32
+
+_LABELS: Mapping[str, str] = {
+    "continuation": "continuation: the same run, exactly",
+    "approximate-continuation": "approximate continuation: the same run within declared bounds",
+    "intentional-change": "intentional change: another run from here on, on purpose",
+    "warm-start": "warm start: the model only",
+}
+_WORDS: Mapping[str | None, str] = {
+    "promote": "PROMOTE",
+    "reject": "REJECT",
+    "abstain": "ABSTAIN",
+    None: "NOT JUDGED",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One finding with its explanation. `alike` counts further ones of the same code that are not spelled out."""
+
+    problem: Problem
+    stage: Stage | None
+    place: str
+    entry: Entry | None
+    alike: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headline:
+    """The verdict in words."""
+
+    decision: str | None
+    word: str
+    sentence: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One criterion as it is shown. `measure` is empty where nothing but yes or no was measured."""
+
+    name: str
+    question: str
+    passed: bool | None
+    measure: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BandUse:
+    """How much of its band a metric used where it used most. `share` is infinite where nothing was allowed."""
+
+    metric: str
+    place: str
+    passed: bool | None
+    share: float
+    deviation: Any
+    limit: Any
+    evidence: str
+
+    @property
+    def percent(self) -> float:
+        """The share as the length of a bar."""
+        return round(min(100 * self.share, 100.0), 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFacts:
+    """What inspecting found: counts in words, whether it is whole and undamaged, and what a resume has and lacks."""
+
+    counts: tuple[tuple[str, str], ...]
+    complete: bool | None
+    intact: bool | None
+    resumable: str
+    have: tuple[str, ...]
+    lack: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """Where the run was and where it goes."""
+
+    source: Mesh
+    destination: Mesh
+    ownership: tuple[Ownership, ...]
+    progress: tuple[tuple[str, str], ...]
+    declared: tuple[tuple[str, str], ...]
+    decisions: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnChart:
+    """A chart with its drawings and the ticks under it."""
+
+    chart: Chart
+    drawings: tuple[Drawing, ...]
+    ticks: tuple[Tick, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """One part of a bar, in percent of the picture's width."""
+
+    name: str
+    percent: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBar:
+    """One rank, or the host in one way of loading."""
+
+    label: str
+    parts: tuple[MemoryPart, ...]
+    total: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryView:
+    """Bars on one scale; `device_percent` is where the device ends."""
+
+    ranks: tuple[MemoryBar, ...]
+    host: tuple[MemoryBar, ...]
+    names: tuple[str, ...]
+    device: str | None
+    device_percent: float | None
+    fits: bool | None
+    left_out: int
+    optimizer_known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A name and its value in each job; `same` tells whether all agree."""
+
+    name: str
+    values: tuple[str, ...]
+    same: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """What was sealed, when, and what ran."""
+
+    seals: tuple[tuple[int, str, str, str], ...]
+    manifest_sha256: str | None
+    controls: tuple[tuple[str, str], ...]
+    jobs: tuple[str, ...]
+    facts: tuple[Fact, ...]
+    commands: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """The whole page."""
+
+    title: str
+    model: ReportModel
+    headline: Headline
+    answers: tuple[Answer, ...]
+    uses: tuple[BandUse, ...]
+    reasons: tuple[Finding, ...]
+    findings: tuple[Finding, ...]
+    transition: Transition | None
+    checkpoint: CheckpointFacts | None
+    state: StateView | None
+    batch: BatchView | None
+    samples: SamplesView | None
+    charts: tuple[DrawnChart, ...]
+    memory: MemoryView | None
+    provenance: Provenance
+    gaps: tuple[Gap, ...]
+
+
+def plan_page(model: ReportModel) -> Page:
+    """Returns the page for what was read."""
+    reasons = model.verdict.reasons if model.verdict else _blocking(model)
+    by_problem = {id(problem): stage for stage, problem in model.findings}
+    staged = [(_stage_of(model, problem, by_problem), problem) for problem in reasons]
+    return Page(
+        title=model.manifest.run.name if model.manifest else model.root.name,
+        model=model,
+        headline=_headline(model),
+        answers=tuple(_answer(item) for item in _criteria(model) if not _is_metric(item)),
+        uses=tuple(_use(item) for item in _criteria(model) if _is_metric(item)),
+        reasons=tuple(_group(staged)),
+        findings=tuple(_group(_all_findings(model))),
+        transition=_transition(model),
+        checkpoint=_checkpoint(model.inspected),
+        state=view_state(model),
+        batch=view_batch(model),
+        samples=view_samples(model),
+        charts=tuple(draw_chart(chart) for chart in plan_charts(model)),
+        memory=_memory(model.plan.memory) if model.plan else None,
+        provenance=_provenance(model),
+        gaps=model.gaps,
+    )
+
+
+def draw_chart(chart: Chart) -> DrawnChart:
+    """Returns the chart as paths and ticks."""
+    return DrawnChart(
+        chart=chart,
+        drawings=tuple(draw_panel(panel) for panel in chart.panels),
+        ticks=name_ticks(chart.names, numeric=chart.numeric),
+    )
+
+
+def _blocking(model: ReportModel) -> list[Problem]:
+    return [problem for _, problem in model.findings if problem.severity is Severity.ERROR]
+
+
+def _all_findings(model: ReportModel) -> list[tuple[Stage | None, Problem]]:
+    found: list[tuple[Stage | None, Problem]] = list(model.findings)
+    known = [problem for _, problem in found]
+    if model.verdict:
+        further = (*model.verdict.reasons, *model.verdict.remarks)
+        found += [(None, problem) for problem in further if problem not in known]
+    return sorted(found, key=lambda item: list(Severity).index(item[1].severity))
+
+
+def _stage_of(model: ReportModel, problem: Problem, known: Mapping[int, Stage]) -> Stage | None:
+    if id(problem) in known:
+        return known[id(problem)]
+    return next((stage for stage, other in model.findings if other == problem), None)
+
+
+def _group(items: Iterable[tuple[Stage | None, Problem]]) -> Iterator[Finding]:
+    """Yields findings in order; of many with one code the last one shown carries how many more there are."""
+    by_code: dict[tuple[str, str], list[tuple[Stage | None, Problem]]] = {}
+    for stage, problem in items:
+        by_code.setdefault((problem.code, stage.name if stage else ""), []).append((stage, problem))
+    catalog = load_catalog()
+    for group in by_code.values():
+        shown = group[:MAX_SAME_FINDINGS]
+        for number, (stage, problem) in enumerate(shown, start=1):
+            yield Finding(
+                problem=problem,
+                stage=stage,
+                place=", ".join(f"{name} {value}" for name, value in problem.where.items()),
+                entry=catalog.get(problem.code),
+                alike=len(group) - len(shown) if number == len(shown) else 0,
+            )
+
+
+_METRIC = "numerics."
+
+
+def _criteria(model: ReportModel) -> tuple[Criterion, ...]:
+    return model.verdict.criteria if model.verdict else ()
+
+
+def _is_metric(item: Criterion) -> bool:
+    return item.name.startswith(_METRIC)
+
+
+def _answer(item: Criterion) -> Answer:
+    value = item.value
+    if item.name == "numerics" and isinstance(value, int | float):
+        measure = f"at most {100 * value:.2g} % of a band" if math.isfinite(value) else "a band was left"
+    elif item.name == "samples" and value:
+        measure = f"{value} replayed or omitted, {item.limit} allowed"
+    else:
+        measure = f"{value} findings" if isinstance(value, int) and value > 1 else ""
+    return Answer(
+        name=item.name.replace("-", " "),
+        question=item.question,
+        passed=item.passed,
+        measure=measure,
+        evidence=item.evidence,
+    )
+
+
+def _use(item: Criterion) -> BandUse:
+    value, limit = _float(item.value), _float(item.limit)
+    return BandUse(
+        metric=item.name.removeprefix(_METRIC).replace("_", " "),
+        place=item.question,
+        passed=item.passed,
+        share=value / limit if limit else (math.inf if value else 0.0),
+        deviation=value,
+        limit=limit,
+        evidence=item.evidence,
+    )
+
+
+def _float(value: Any) -> float:
+    """Returns a number as JSON has it, where what is not finite is text; not a number counts as infinitely far."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return math.inf
+    return math.inf if math.isnan(number) else number
+
+
+def _headline(model: ReportModel) -> Headline:
+    verdict = model.verdict
+    decision = verdict.decision if verdict else None
+    label = verdict.label if verdict else model.manifest.transition.label if model.manifest else ""
+    return Headline(
+        decision=decision,
+        word=_WORDS.get(decision, str(decision).upper()),
+        sentence=_sentence(model, decision),
+        label=_LABELS.get(label, label),
+    )
+
+
+def _sentence(model: ReportModel, decision: str | None) -> str:
+    verdict = model.verdict
+    if verdict is not None and decision == "promote":
+        examined = sum(1 for item in verdict.criteria if item.passed is not None)
+        return (
+            f"Every one of {examined} criteria was examined and holds within what was sealed before the candidate ran. "
+            f"{_validated(verdict.validated)}"
+        )
+    failed = next((stage for stage in model.stages if stage.status == "fail"), None)
+    if verdict is not None and decision == "reject":
+        number = len(verdict.reasons)
+        others = f", and {number - 1} further findings" if number > 1 else ""
+        first = verdict.reasons[0].message if verdict.reasons else "a criterion failed"
+        return f"{first}{others}."
+    if verdict is not None:
+        first = verdict.reasons[0].message if verdict.reasons else "evidence is missing"
+        return f"Nothing failed, but what was seen does not suffice: {first}."
+    if failed is not None:
+        return f"There is no verdict yet. Stage {failed.name} failed, and later stages were not run."
+    done = ", ".join(stage.name for stage in model.stages if stage.status == "pass")
+    return f"There is no verdict yet; done so far: {done}." if done else "No stage has been finished yet."
+
+
+def _validated(validated: Mapping[str, Any]) -> str:
+    layout, batch = validated.get("layout"), validated.get("batch")
+    if not isinstance(layout, Mapping):
+        return ""
+    text = ", ".join(f"{axis}={size}" for axis, size in layout.items() if size != 1) or "one rank"
+    if isinstance(batch, Mapping) and "global_batch" in batch:
+        text += f" with {batch['global_batch']} samples per update"
+    return f"Validated for {text}, and for nothing else."
+
+
+def _checkpoint(measured: Mapping[str, Any]) -> CheckpointFacts | None:
+    """Returns the facts, or None if the stage measured nothing that is known here."""
+    counts, resumable = measured.get("counts"), measured.get("resumable")
+    if not isinstance(counts, Mapping) or not isinstance(resumable, Mapping):
+        return None
+    words = [("format", str(measured.get("format")))]
+    words += [(str(k), format_size(v) if k == "bytes" else f"{v:,}") for k, v in counts.items() if isinstance(v, int)]
+    return CheckpointFacts(
+        counts=tuple(words),
+        complete=measured.get("complete"),
+        intact=measured.get("intact"),
+        resumable=str(resumable.get("verdict")),
+        have=tuple(map(str, resumable.get("have") or ())),
+        lack=tuple(map(str, resumable.get("lack") or ())),
+    )
+
+
+def _transition(model: ReportModel) -> Transition | None:
+    manifest = model.manifest
+    if manifest is None:
+        return None
+    try:
+        source = model.plan.source.layout if model.plan else manifest.source.layout.to_layout()
+        destination = model.plan.destination.layout if model.plan else manifest.destination.layout.to_layout()
+    except ValueError:
+        return None
+    progress = manifest.progress
+    facts = [
+        ("update", str(progress.update)),
+        ("samples", f"{progress.samples:,}"),
+        ("valid tokens", "not counted" if progress.tokens is None else f"{progress.tokens:,}"),
+        ("epoch", "none" if progress.epoch is None else str(progress.epoch)),
+    ]
+    declared = manifest.to_data()["declare"]
+    return Transition(
+        source=draw_mesh(source),
+        destination=draw_mesh(destination, idle_ranks=model.plan.destination.idle_ranks if model.plan else 0),
+        ownership=plan_ownership(source, destination, *_held(model)),
+        progress=tuple(facts),
+        declared=tuple((name, _claim(value)) for name, value in declared.items()),
+        decisions=tuple((item.key, item.chosen, item.consequence) for item in model.plan.decisions)
+        if model.plan
+        else (),
+    )
+
+
+def _claim(value: Any) -> str:
+    return f"bounded by {value['bounded']:g}" if isinstance(value, Mapping) else str(value)
+
+
+def _held(model: ReportModel) -> tuple[dict[str, Held], dict[str, Held]]:
+    """Returns the parameters by name as the control has them, and as the candidate has or would have them."""
+    control = next((state.body for job in model.controls if (state := job.state()) is not None), None)
+    candidate = state.body if model.loaded and (state := model.loaded.state()) else None
+    before, after = _parameters(control or {}), _parameters(candidate or {})
+    usual = {name: Held(item.shape) for name, item in (before or after).items()}
+    return before or usual, after or usual
+
+
+def _parameters(body: Mapping[str, Any]) -> dict[str, Held]:
+    facts: Mapping[str, Any] = body.get("tensors") or {}
+    return {
+        key.removeprefix("param:"): Held(
+            shape=tuple(fact["shape"]),
+            cuts=None
+            if fact.get("cuts") is None
+            else tuple((str(axis), dim, strided) for axis, dim, strided in fact["cuts"]),
+            lead=int(fact.get("lead", 0)),
+        )
+        for key, fact in facts.items()
+        if key.startswith("param:")
+    }
+
+
+_PARTS = ("parameters", "gradients", "optimizer", "masters", "ema", "buffers", "gather")
+
+
+def _memory(estimate: MemoryEstimate) -> MemoryView:
+    device = estimate.device_memory_bytes
+    shown = estimate.per_rank[:MAX_MEMORY_RANKS]
+    host = (("one process consolidates", estimate.host.consolidate_bytes), ("direct load", estimate.host.direct_bytes))
+    widest = max([device or 0, 1, *(item.total_bytes for item in shown)]) * 1.02
+    tallest = max(1, *(size for _, size in host)) * 1.02
+    used = [part for part in _PARTS if any(getattr(item, f"{part}_bytes") for item in shown)]
+    return MemoryView(
+        ranks=tuple(
+            MemoryBar(
+                f"rank {item.rank}",
+                tuple(_part(part, getattr(item, f"{part}_bytes"), widest) for part in used),
+                format_size(item.total_bytes),
+            )
+            for item in shown
+        ),
+        host=tuple(MemoryBar(name, (_part("host", size, tallest),), format_size(size)) for name, size in host),
+        names=tuple(used),
+        device=format_size(device) if device else None,
+        device_percent=round(100 * device / widest, 2) if device else None,
+        fits=estimate.fits,
+        left_out=len(estimate.per_rank) - len(shown),
+        optimizer_known=estimate.optimizer_known,
+    )
+
+
+def _part(name: str, size_bytes: int, scale: float) -> MemoryPart:
+    return MemoryPart(name, round(100 * size_bytes / scale, 3), format_size(size_bytes))
+
+
+def _provenance(model: ReportModel) -> Provenance:
+    seals = model.seals.seals if model.seals else ()
+    jobs = (*model.controls, *model.candidates.values())
+    return Provenance(
+        seals=tuple((item.number, item.digest, item.sealed_at or "", item.reason or "") for item in seals),
+        manifest_sha256=model.manifest.sha256() if model.manifest else None,
+        controls=tuple((str(k), _evidence_hash(v)) for k, v in (seals[-1].controls.items() if seals else ())),
+        jobs=tuple(job.name for job in jobs),
+        facts=tuple(_facts([job.observed for job in jobs])),
+        commands=tuple(_commands(model)),
+    )
+
+
+def _evidence_hash(value: Any) -> str:
+    return str(value.get("trace", value)) if isinstance(value, Mapping) else str(value)
+
+
+def _facts(jobs: Sequence[Observed]) -> Iterator[Fact]:
+    """Yields versions and environment, job by job; those that differ explain deviations and come first."""
+    rows: dict[str, list[str]] = {}
+    for number, observed in enumerate(jobs):
+        header = next(iter(observed.headers.values()), None)
+        body: dict[str, Any] = {}
+        if header is not None:
+            body = {"world size": header.world_size, "layout": header.mesh(), **header.versions, **header.environment}
+        for name, value in body.items():
+            rows.setdefault(str(name), [""] * len(jobs))[number] = _plain(value)
+    facts = [Fact(name, tuple(values), len(set(values)) == 1) for name, values in rows.items()]
+    yield from sorted(facts, key=lambda fact: fact.same)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={item}" for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return str(value)
+
+
+def _commands(model: ReportModel) -> Iterator[tuple[str, str]]:
+    for stage in model.stages:
+        for job in stage.result.jobs if stage.result else ():
+            if command := job.get("command"):
+                yield stage.name, " ".join(command) if isinstance(command, list | tuple) else str(command)

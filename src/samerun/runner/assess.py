@@ -1,0 +1,213 @@
+"""What each stage's evidence says: from traces to findings and measured numbers. Used by the run and by the judge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from samerun.core.batch import Dealing, deal
+from samerun.core.tolerance import Band
+from samerun.errors import Problem, Severity, has_errors
+from samerun.manifest.models import Bounded, Manifest
+from samerun.plan.migration import MigrationPlan
+from samerun.runner.evidence import judged_bands, throughput
+from samerun.verify.bands import Controls
+from samerun.verify.evaluate import Evaluation, check_evaluation, logit_deviation, loss_deviation, worst_example
+from samerun.verify.job import JobPlan
+from samerun.verify.observed import Observed
+from samerun.verify.updates import WindowPlan, check_end, compare_window
+
+BOUNDARIES = ("log", "eval")
+
+
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    """Findings, and the numbers that they come from."""
+
+    problems: tuple[Problem, ...]
+    measured: Mapping[str, Any]
+
+
+def source_job(manifest: Manifest, plan: MigrationPlan, max_microbatch: int) -> JobPlan:
+    """Returns what a control job on the source layout is, with microbatches of at most `max_microbatch`."""
+    dealing = deal(manifest.batch.global_batch, plan.source.batch_replicas, max_microbatch)
+    return _job(plan.source.layout, dealing, "control", max_microbatch)
+
+
+def destination_job(plan: MigrationPlan, stage: str) -> JobPlan:
+    """Returns what a candidate job is at the recorder's stage `stage`."""
+    return _job(plan.destination.layout, plan.batch.dealing, stage, plan.batch.max_microbatch)
+
+
+def _job(layout: Any, dealing: Dealing, stage: str, max_microbatch: int) -> JobPlan:
+    return JobPlan(
+        world_size=layout.world_size,
+        layout=layout,
+        global_batch=dealing.global_batch,
+        passes=dealing.passes,
+        max_microbatch=max_microbatch,
+        microbatches=dealing.microbatches,
+        stage=stage,
+    )
+
+
+def control_microbatches(manifest: Manifest, count: int) -> list[int]:
+    """Returns max_microbatch of each control job: the source's own first, then the one that varies the sums."""
+    own = manifest.source.microbatch or manifest.batch.max_microbatch
+    vary = manifest.control.vary_microbatch or own
+    ran_first = manifest.control.kind == "original-layout"
+    return [own if number == 0 and ran_first else vary if number % 2 else own for number in range(count)]
+
+
+def boundaries_of(manifest: Manifest) -> tuple[tuple[str, int], ...]:
+    """Returns the boundaries that the window must cross, with their period in updates."""
+    return (("log", manifest.window.log_every), ("eval", manifest.window.eval_every))
+
+
+def window_plan(
+    manifest: Manifest,
+    plan: MigrationPlan,
+    bands: Sequence[Band],
+    stage: str,
+    trainable: Mapping[str, bool] | None,
+) -> WindowPlan:
+    """Returns how the candidate's updates are compared at `stage` (`update`: only the first; `window`: all)."""
+    schedule, whole = manifest.declare.schedule, stage == "window"
+    return WindowPlan(
+        stage=stage,
+        first_update=plan.first_update,
+        num_updates=plan.window_updates if whole else 1,
+        bands=tuple(band for band in judged_bands(manifest, bands) if not band.metric.startswith("eval_")),
+        global_batch=plan.batch.global_batch,
+        rate_factor=None if schedule == "expected-to-change" else plan.learning_rate.factor,
+        rate_bound=schedule.bounded if isinstance(schedule, Bounded) else 0.0,
+        samples=_samples_mode(manifest, plan),
+        replay_bound=manifest.transition.replay_bound or 0,
+        omission_bound=manifest.transition.omission_bound or 0,
+        boundaries=boundaries_of(manifest) if whole else (),
+        trainable=trainable,
+    )
+
+
+def _samples_mode(manifest: Manifest, plan: MigrationPlan) -> Literal["exact", "portions", "free"]:
+    if manifest.declare.order == "expected-to-change":
+        return "free"
+    return "exact" if plan.batch.exact else "portions"
+
+
+def trainable_of(body: Mapping[str, Any] | None) -> dict[str, bool] | None:
+    """Returns whether each parameter trains, from the body of a state line."""
+    tensors: Mapping[str, Any] = (body or {}).get("tensors") or {}
+    known = {
+        key.partition(":")[2]: bool(fact["trainable"])
+        for key, fact in tensors.items()
+        if key.startswith("param:") and fact.get("trainable") is not None
+    }
+    return known or None
+
+
+def check_resumed_at(observed: Observed, plan: MigrationPlan, stage: str) -> list[Problem]:
+    """Returns a finding when the job never reported its loaded state, or says that it stands at another update."""
+    state = observed.state("loaded")
+    if state is None:
+        return [
+            Problem(
+                "SR-JOB-SILENT",
+                "the job attached the recorder but never reported the state it loaded",
+                where={"stage": stage},
+                hint="call recorder.loaded(update=...) right after loading the checkpoint",
+            )
+        ]
+    if state.update != plan.first_update - 1:
+        return [
+            Problem(
+                "SR-UPD-INDEX",
+                "the job believes that it stands at another update than the checkpoint",
+                where={"stage": stage, "update": state.update},
+                expected=plan.first_update - 1,
+                found=state.update,
+                hint="restore the update counter from the checkpoint; it counts completed optimizer steps",
+            )
+        ]
+    return []
+
+
+def assess_evaluation(
+    manifest: Manifest, controls: Controls, evaluation: Evaluation | None, bands: Sequence[Band]
+) -> Assessment:
+    """Compares the fixed-example evaluation with the control's."""
+    reference = controls.evaluation
+    if evaluation is None or reference is None:
+        return Assessment((_no_evaluation(),), {})
+    wanted = [band for band in judged_bands(manifest, bands) if band.metric.startswith("eval_")]
+    problems = check_evaluation(reference, evaluation, wanted)
+    worst: dict[str, Any] = {}
+    for band in wanted:
+        measure = loss_deviation if band.metric == "eval_loss" else logit_deviation
+        found, limit = measure(reference, evaluation, absolute=band.absolute), band.limits[0]
+        used = found / limit if limit else (0.0 if found == 0 else math.inf)
+        worst[band.metric] = {"used": used, "deviation": found, "limit": limit, "update": evaluation.update}
+    measured = {
+        "worst": worst,
+        "worst_example": worst_example(reference, evaluation),
+        "losses": {"control": list(reference.losses), "candidate": list(evaluation.losses)},
+        "num_examples": len(evaluation.losses),
+    }
+    return Assessment(tuple(problems), measured)
+
+
+def _no_evaluation() -> Problem:
+    return Problem(
+        "SR-EVAL-MISSING",
+        "the job did not evaluate the fixed examples",
+        where={"stage": "eval"},
+        hint="call recorder.evaluate(function) after recorder.loaded, on every layout",
+    )
+
+
+def assess_updates(controls: Controls, observed: Observed, plan: WindowPlan) -> Assessment:
+    """Compares the candidate's updates with the control's, and its replicas after them."""
+    report = compare_window(controls.reference, observed, plan)
+    problems = list(report.problems)
+    measured = report.to_json()
+    measured["bound"] = max(plan.replay_bound, plan.omission_bound)
+    if plan.stage == "window":
+        ends = [
+            line.body if (line := item.state("end")) is not None else None
+            for item in (_ran_control(controls), observed)
+        ]
+        if not has_errors(problems):  # a job that stopped early has no end state, and the reason is already named
+            problems += check_end(ends[0], ends[1], plan.stage)
+        measured["throughput"] = {"control": throughput(controls.reference), "candidate": throughput(observed)}
+    return Assessment(tuple(problems), measured)
+
+
+def _ran_control(controls: Controls) -> Observed:
+    return next((item for item in controls.observed if item.state("end") is not None), controls.reference)
+
+
+def check_environment(control: Observed, candidate: Observed, stage: str) -> list[Problem]:
+    """Returns one note that lists how the two jobs' environments differ: it explains deviations and decides nothing."""
+    one, other = _environment(control), _environment(candidate)
+    differing = {name: (one.get(name), other.get(name)) for name in sorted({*one, *other})}
+    differing = {name: values for name, values in differing.items() if values[0] != values[1]}
+    if not differing:
+        return []
+    return [
+        Problem(
+            "SR-JOB-ENVIRONMENT",
+            f"control and candidate ran in different environments: {', '.join(differing)}",
+            Severity.NOTE,
+            where={"stage": stage},
+            expected="; ".join(f"{name} {values[0]}" for name, values in differing.items()),
+            found="; ".join(f"{name} {values[1]}" for name, values in differing.items()),
+            hint="other kernels and libraries round differently; nothing is wrong unless a band is left",
+        )
+    ]
+
+
+def _environment(observed: Observed) -> dict[str, Any]:
+    header = next(iter(observed.headers.values()), None)
+    return {} if header is None else {**header.versions, **header.environment}

@@ -1,0 +1,1 @@
+"""Where bytes lie: local files, opened read-only and mapped."""

@@ -1,0 +1,226 @@
+"""Load proof, everything beside tensors and groups: scheduler, saved objects, architecture settings, random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from samerun.core.plain import MISSING, differing_paths, is_opaque, plain
+from samerun.errors import Problem, Severity
+
+if TYPE_CHECKING:
+    from samerun.core.state import LogicalState
+    from samerun.verify.declare import Declared
+    from samerun.verify.loaded import Loaded
+
+_CONFIG_NAMES = ("config", "model_config", "model_args")
+# Settings that name a place or a layout, not an architecture: they may differ between two runs of one model.
+_PLACES = frozenset(
+    [
+        "device",
+        "world_size",
+        "rank",
+        "local_rank",
+        "layout",
+        "output_dir",
+        "save_dir",
+        "resume",
+        "checkpoint_dir",
+        "name_or_path",
+        "_name_or_path",
+        "_commit_hash",
+        "transformers_version",
+        "use_cache",
+        "torch_dtype",
+        "dtype",
+    ]
+)
+
+
+def check_scheduler(loaded: Loaded) -> list[Problem]:
+    """Returns differences in the scheduler's state: its position, its base rates, its horizon if it is saved."""
+    saved = loaded.state.scheduler
+    found = loaded.found.get("scheduler")
+    declared = loaded.declared("schedule")
+    if saved is None:
+        return []
+    if found is None:
+        return [
+            Problem(
+                "SR-LOAD-SCHED",
+                "the checkpoint holds a scheduler and the job has none",
+                declared.severity,
+                where={"key": "scheduler"},
+                hint="without it the learning rate stays where it is; give the recorder the restored one",
+                expected="a scheduler",
+                found="none",
+            )
+        ]
+    expected = plain(dict(saved), "scheduler")
+    return _leaf_problems("SR-LOAD-SCHED", "scheduler", expected, found, declared, "the schedule would go on elsewhere")
+
+
+def check_objects(loaded: Loaded) -> list[Problem]:
+    """Returns differences in the objects that the job names, and names of saved ones that nobody compared."""
+    declared = loaded.declared("objects")
+    problems: list[Problem] = []
+    found: Mapping[str, Any] = loaded.found.get("objects", {})
+    for name, value in found.items():
+        saved = saved_object(loaded.state, name)
+        if saved is MISSING:
+            problems.append(_not_saved(name, declared))
+        else:
+            hint = "the object was not restored, or was changed after it was"
+            problems += _leaf_problems("SR-LOAD-OBJECT", name, saved, value, declared, hint)
+    compared = {*found, "scheduler", *_CONFIG_NAMES}
+    for name in sorted(saved_names(loaded.state) - compared):
+        problems.append(
+            Problem(
+                "SR-LOAD-OBJECT",
+                f"the checkpoint holds {name!r}, and the job did not say what it restored of it",
+                Severity.NOTE,
+                where={"key": name},
+                hint="give it to the recorder as objects={...} to have it compared",
+            )
+        )
+    return problems
+
+
+def _not_saved(name: str, declared: Declared) -> Problem:
+    severity = declared.severity
+    return Problem(
+        "SR-LOAD-OBJECT",
+        f"the job restored {name!r}, which the checkpoint does not hold",
+        Severity.WARNING if severity is Severity.ERROR else severity,
+        where={"key": name},
+        hint="it starts from its initial state; save it with the rest",
+        expected="absent",
+        found="present",
+    )
+
+
+def _sources(state: LogicalState) -> dict[str, Any]:
+    return {**state.objects, **state.data}
+
+
+def saved_names(state: LogicalState) -> set[str]:
+    """Returns the top-level names of everything saved that is neither tensor, group, scheduler nor random state."""
+    return {name.partition(".")[0] for name in _sources(state)} - set(state.rng)
+
+
+def saved_object(state: LogicalState, name: str) -> Any:
+    """Returns what a checkpoint holds under `name` as plain data, joined again if it was flattened; else `MISSING`."""
+    sources = _sources(state)
+    if name in sources:
+        return plain(sources[name], name)
+    inner = {key[len(name) + 1 :]: value for key, value in sources.items() if key.startswith(f"{name}.")}
+    if inner:
+        return plain(_unflatten(inner), name)
+    if name == "progress":
+        known = {field: getattr(state.progress, field) for field in ("update", "samples", "tokens", "epoch")}
+        known = {field: value for field, value in known.items() if value is not None}
+        return known or MISSING
+    return MISSING
+
+
+def _unflatten(flat: Mapping[str, Any]) -> Any:
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, leaf = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return _lists(tree)
+
+
+def _lists(node: Any) -> Any:
+    """Turns mappings whose keys are 0, 1, 2, ... back into the lists that they were."""
+    if not isinstance(node, dict):
+        return node
+    tree = {name: _lists(value) for name, value in cast("dict[str, Any]", node).items()}
+    if tree and set(tree) == {str(number) for number in range(len(tree))}:
+        return [tree[str(number)] for number in range(len(tree))]
+    return tree
+
+
+def _leaf_problems(code: str, name: str, saved: Any, found: Any, declared: Declared, hint: str) -> list[Problem]:
+    problems: list[Problem] = []
+    for path, expected, value in differing_paths(saved, found):
+        if is_opaque(expected) or is_opaque(value) or value == MISSING == expected:
+            continue
+        severity = declared.grade(expected, value)
+        if MISSING in (expected, value) and severity is Severity.ERROR:
+            severity = Severity.WARNING
+        place = f"{name}.{path}" if path else name
+        problems.append(
+            Problem(code, f"{place} differs", severity, where={"key": place}, hint=hint, expected=expected, found=value)
+        )
+    return problems
+
+
+def check_config(loaded: Loaded) -> list[Problem]:
+    """Returns architecture settings that differ: what shapes do not show (heads, activation, rope, eps)."""
+    found = loaded.found.get("config")
+    saved = next((value for name in _CONFIG_NAMES if (value := saved_object(loaded.state, name)) is not MISSING), None)
+    if not isinstance(found, Mapping) or not isinstance(saved, Mapping):
+        return []
+    problems: list[Problem] = []
+    for path, expected, value in differing_paths(saved, found):
+        if is_opaque(expected) or is_opaque(value):
+            continue
+        severity = Severity.ERROR
+        if MISSING in (expected, value):
+            severity = Severity.WARNING
+        if path.rpartition(".")[2] in _PLACES:
+            severity = Severity.NOTE
+        problems.append(
+            Problem(
+                "SR-LOAD-CONFIG",
+                f"the model's setting {path} differs",
+                severity,
+                where={"key": path},
+                hint="equal shapes do not make it the same function; build the model from the saved configuration",
+                expected=expected,
+                found=value,
+            )
+        )
+    return problems
+
+
+def check_rng(loaded: Loaded) -> list[Problem]:
+    """Returns ranks whose random-number state is not a saved one, if the manifest claims that it is kept."""
+    if loaded.declared("rng").changes or not loaded.state.rng:
+        return []
+    saved = [pair for name, value in loaded.state.rng.items() for pair in _rng_digests(tuple(name.split(".")), value)]
+    problems: list[Problem] = []
+    for rank, found in loaded.found.get("rng", {}).items():
+        own = {digest for path, digest in saved if rank in path} or {digest for _, digest in saved}
+        if own and found not in own:
+            problems.append(
+                Problem(
+                    "SR-LOAD-OBJECT",
+                    f"the random-number state of rank {rank} is not the saved one",
+                    where={"key": "rng", "rank": int(rank)},
+                    hint="restore it last, just before the first batch; or declare `rng: expected-to-change`",
+                    expected=sorted(own),
+                    found=found,
+                )
+            )
+    return problems
+
+
+def _rng_digests(path: tuple[str, ...], value: Any) -> list[tuple[tuple[str, ...], str]]:
+    """Returns (path, digest) of every array inside a saved random state: one of a rank's arrays is torch's own."""
+    import numpy as np
+
+    from samerun.core.digest import digest_array
+
+    if isinstance(value, np.ndarray):
+        return [(path, digest_array("rng:torch", cast("np.ndarray[Any, Any]", value)))]
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return [pair for name, item in items for pair in _rng_digests((*path, *str(name).split(".")), item)]
+    if isinstance(value, list | tuple):
+        return [pair for item in cast("list[Any]", value) for pair in _rng_digests(path, item)]
+    return []

@@ -1,0 +1,514 @@
+"""Whether a logical state holds what a resume needs, and whether its parts agree with each other."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from samerun.core.state import LogicalState, ParamGroup, Role, TensorEntry
+from samerun.errors import Problem, Severity, has_errors
+
+Verdict = Literal["yes", "partial", "no"]
+NEEDED = ("params", "optimizer", "groups", "scheduler", "rng", "data", "progress")
+_SHOWN = 4
+_SAME_SHAPE_SLOTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"})
+_NUMBERED = re.compile(r"(?:global_?step|step|iter|iteration|checkpoint|ckpt|update)[-_=]?0*(\d+)", re.IGNORECASE)
+_SCALER = re.compile(r"(?:^|[._])(?:grad_?)?scaler", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Resumable:
+    """The verdict: whether a run can go on from here, what there is for it, and what there is not."""
+
+    verdict: Verdict
+    have: tuple[str, ...]
+    lack: tuple[str, ...]
+
+
+def judge_resumable(state: LogicalState, problems: Iterable[Problem]) -> Resumable:
+    """Returns `no` if anything blocks, `yes` if nothing is lacking, `partial` in between."""
+    held = find_parts(state)
+    have = tuple(name for name, there in held.items() if there)
+    lack = tuple(name for name in NEEDED if not held[name])
+    if has_errors(problems) or "params" in lack or "optimizer" in lack:
+        return Resumable("no", have, lack)
+    return Resumable("partial" if lack else "yes", have, lack)
+
+
+def find_parts(state: LogicalState) -> dict[str, bool]:
+    """Returns, part by part, whether the checkpoint has it."""
+    roles = Counter(entry.key.role for entry in state.tensors.values())
+    return {
+        "params": roles[Role.PARAM] + roles[Role.MASTER] > 0,
+        "buffers": roles[Role.BUFFER] > 0,
+        "optimizer": roles[Role.OPTIM] > 0 or _stateless(state.groups),
+        "groups": any(group.hyperparameters for group in state.groups),
+        "scheduler": bool(state.scheduler),
+        "scaler": any(_SCALER.search(name) for name in state.objects),
+        "ema": roles[Role.EMA] > 0,
+        "rng": bool(state.rng),
+        "data": bool(state.data),
+        "progress": state.progress.update is not None,
+    }
+
+
+def _stateless(groups: Sequence[ParamGroup]) -> bool:
+    """Whether the groups are those of plain gradient descent, which keeps no state."""
+    return bool(groups) and all(
+        "momentum" in group.hyperparameters and not group.hyperparameters["momentum"] for group in groups
+    )
+
+
+def check_resume(state: LogicalState, name: str, steps: Mapping[str, float]) -> list[Problem]:
+    """Returns every finding about what is there to resume from.
+
+    `name` is the checkpoint's own directory or file name; `steps` the values of the optimizer's step counters by FQN.
+    """
+    return [
+        *check_parts(state),
+        *check_optimizer(state),
+        *check_groups(state),
+        *check_counters(state, name, steps),
+        *check_scheduler(state),
+        *check_streams(state),
+    ]
+
+
+def check_parts(state: LogicalState) -> list[Problem]:
+    """Names what is missing altogether, except what other checks name with more detail."""
+    held = find_parts(state)
+    problems: list[Problem] = []
+    if not held["params"]:
+        problems.append(
+            Problem(
+                "SR-RES-PARAMS",
+                "there are no parameters here",
+                hint="a model saved beside its optimizer lies in a directory of its own; inspect that one too",
+            )
+        )
+    if not held["optimizer"]:
+        problems.append(
+            Problem(
+                "SR-OPT-MISSING",
+                "there is no optimizer state: this can start a run from these weights, not resume one",
+                hint="save the optimizer with the model (get_state_dict), or declare a warm start in the manifest",
+            )
+        )
+    elif not held["groups"]:
+        problems.append(
+            Problem(
+                "SR-GROUP-NONE",
+                "the optimizer's parameter groups are not saved: learning rate and weight decay come from the script",
+                severity=Severity.WARNING,
+                hint="check that the script rebuilds the same groups with the same hyperparameters",
+            )
+        )
+    if held["optimizer"] and not held["scheduler"]:
+        problems.append(
+            Problem(
+                "SR-SCHED-MISSING",
+                "no learning-rate scheduler is saved",
+                severity=Severity.WARNING,
+                hint="if the run has one, it would start again from warm-up; save scheduler.state_dict() too",
+            )
+        )
+    if held["optimizer"] and state.progress.update is None:
+        problems.append(
+            Problem(
+                "SR-CNT-MISSING",
+                "nothing says how many updates were done",
+                severity=Severity.WARNING,
+                hint="save the update, samples and tokens so far; the manifest will ask for them",
+            )
+        )
+    return problems
+
+
+def check_optimizer(state: LogicalState) -> list[Problem]:
+    """Checks that every parameter of a group has the same slots as its neighbours, of the right shape and type."""
+    slots = _slots(state)
+    model = {entry.key.fqn for entry in state.tensors.values() if entry.key.role in (Role.PARAM, Role.MASTER)}
+    problems: list[Problem] = []
+    if not slots:
+        return problems
+    orphans = sorted({*slots, *_grouped(state)} - model - {fqn for fqn in slots if fqn.startswith("#")})
+    if orphans and model:
+        problems.append(_orphans(orphans))
+    for group in state.groups or (ParamGroup(tuple(slots), {}),):
+        problems += _check_group_slots(group, slots)
+    problems += _check_slot_tensors(state)
+    return problems
+
+
+def _slots(state: LogicalState) -> dict[str, set[str]]:
+    slots: dict[str, set[str]] = defaultdict(set)
+    for entry in state.tensors.values():
+        if entry.key.role is Role.OPTIM:
+            slots[entry.key.fqn].add(entry.key.slot or "")
+    return slots
+
+
+def _grouped(state: LogicalState) -> set[str]:
+    return {fqn for group in state.groups for fqn in group.params if not fqn.startswith("#")}
+
+
+def _check_group_slots(group: ParamGroup, slots: Mapping[str, set[str]]) -> list[Problem]:
+    held = {fqn: slots[fqn] for fqn in group.params if fqn in slots}
+    without = [fqn for fqn in group.params if fqn not in slots]
+    problems: list[Problem] = []
+    if without and held:
+        problems.append(
+            Problem(
+                "SR-OPT-NOSTATE",
+                f"{len(without)} of {len(group.params)} parameters of a group have no optimizer state: "
+                f"{_some(without)}",
+                severity=Severity.WARNING,
+                where={"tensor": without[0]},
+                hint="right for frozen or never-used parameters; if these are trained, their moments were not saved",
+            )
+        )
+    usual = Counter(slot for mine in held.values() for slot in mine)
+    for slot, count in sorted(usual.items()):
+        lacking = sorted(fqn for fqn, mine in held.items() if slot not in mine)
+        if lacking and count * 2 >= len(held):
+            problems.append(
+                Problem(
+                    "SR-OPT-SLOT",
+                    f"{slot} is missing for {len(lacking)} of {len(held)} parameters of a group: {_some(lacking)}",
+                    where={"tensor": f"optim.{slot}:{lacking[0]}"},
+                    hint="the optimizer would start them from zero beside others that go on; use another checkpoint",
+                )
+            )
+    return problems
+
+
+def _check_slot_tensors(state: LogicalState) -> list[Problem]:
+    params = {entry.key.fqn: entry for entry in state.tensors.values() if entry.key.role is Role.PARAM}
+    problems: list[Problem] = []
+    narrow: list[str] = []
+    for key, entry in state.tensors.items():
+        param = params.get(entry.key.fqn) if entry.key.role is Role.OPTIM else None
+        if param is None or entry.key.slot not in _SAME_SHAPE_SLOTS:
+            continue
+        if entry.shape != param.shape:
+            problems.append(_shape_differs(key, param, entry))
+        elif entry.dtype.kind == "float" and entry.dtype.mantissa_bits < param.dtype.mantissa_bits:
+            narrow.append(key)
+    if narrow:
+        problems.append(
+            Problem(
+                "SR-OPT-DTYPE",
+                f"{len(narrow)} moments are stored with fewer bits than their parameters: {_some(narrow)}",
+                severity=Severity.WARNING,
+                where={"tensor": narrow[0]},
+                hint="if the run keeps them wider, they were rounded on saving and the resumed run differs at once",
+            )
+        )
+    return problems
+
+
+def _shape_differs(key: str, param: TensorEntry, entry: TensorEntry) -> Problem:
+    return Problem(
+        "SR-OPT-SHAPE",
+        "an optimizer slot has another shape than its parameter",
+        where={"tensor": key},
+        expected=list(param.shape),
+        found=list(entry.shape),
+        hint="it belongs to another model, or was saved flat where the parameter was saved whole",
+    )
+
+
+def _orphans(orphans: Sequence[str]) -> Problem:
+    return Problem(
+        "SR-OPT-ORPHAN",
+        f"the optimizer knows {len(orphans)} parameters that the model does not have under that name: {_some(orphans)}",
+        severity=Severity.WARNING,
+        where={"tensor": orphans[0]},
+        hint="right where the model saves a fused weight in parts (torchtitan's wqkv); otherwise this state is lost",
+    )
+
+
+def check_groups(state: LogicalState) -> list[Problem]:
+    """Checks that the groups hold every parameter with state exactly once, and carry the same hyperparameters."""
+    if not state.groups:
+        return []
+    problems: list[Problem] = []
+    listed = Counter(fqn for group in state.groups for fqn in group.params)
+    stateful = [fqn for fqn in _slots(state) if not fqn.startswith("#")]
+    lost = sorted(fqn for fqn in stateful if fqn not in listed)
+    if lost:
+        problems.append(
+            Problem(
+                "SR-GROUP-LOST",
+                f"{len(lost)} of {len(stateful)} parameters with optimizer state are in no parameter group: "
+                f"{_some(lost)}",
+                where={"tensor": lost[0]},
+                hint="pipeline stages that save nested optimizer state overwrite each other's groups; save flattened "
+                "(flatten_optimizer_state_dict=True), or restore learning rate and weight decay of these by hand",
+            )
+        )
+    twice = sorted(fqn for fqn, count in listed.items() if count > 1)
+    if twice:
+        problems.append(
+            Problem(
+                "SR-GROUP-TWICE",
+                f"{len(twice)} parameters are in more than one group: {_some(twice)}",
+                where={"tensor": twice[0]},
+                hint="which learning rate and weight decay applies cannot be told",
+            )
+        )
+    problems += _check_hyperparameters(state.groups)
+    return problems
+
+
+def _check_hyperparameters(groups: Sequence[ParamGroup]) -> list[Problem]:
+    problems: list[Problem] = []
+    every = sorted({name for group in groups for name in group.hyperparameters})
+    for number, group in enumerate(groups):
+        missing = [name for name in every if name not in group.hyperparameters]
+        if missing:
+            problems.append(
+                Problem(
+                    "SR-GROUP-HYPER",
+                    f"group {number} lacks hyperparameters that others have: {_some(missing)}",
+                    where={"key": f"param_groups.{number}"},
+                    hint="part of the groups was lost on saving; set them again from the training configuration",
+                )
+            )
+        if not group.params:
+            problems.append(
+                Problem(
+                    "SR-GROUP-EMPTY",
+                    f"group {number} has no parameters",
+                    severity=Severity.WARNING,
+                    where={"key": f"param_groups.{number}"},
+                    hint="its parameters may have been filed under another group, with that group's weight decay and "
+                    "rate; compare with how the script builds the optimizer",
+                )
+            )
+    return problems
+
+
+def check_counters(state: LogicalState, name: str, steps: Mapping[str, float]) -> list[Problem]:
+    """Compares every place that counts updates: progress, the optimizer's steps, and the name of the checkpoint."""
+    problems: list[Problem] = []
+    update = state.progress.update
+    values = Counter(steps.values())
+    if len(values) > 1:
+        problems.append(_steps_differ(steps, values))
+    if values and update is not None and update not in values:
+        usual = values.most_common(1)[0][0]
+        problems.append(
+            Problem(
+                "SR-CNT-OPTIMIZER",
+                "the optimizer's own step differs from the number of updates that the checkpoint counts",
+                severity=Severity.WARNING,
+                where={"tensor": f"optim.step:{next(iter(steps))}"},
+                expected=update,
+                found=usual,
+                hint="bias correction uses the optimizer's; find out which is right (skipped steps also cause this)",
+            )
+        )
+    numbered = _NUMBERED.fullmatch(name)
+    if numbered and update is not None and int(numbered.group(1)) != update:
+        problems.append(
+            Problem(
+                "SR-CNT-DIRECTORY",
+                "the checkpoint's name says another update than its content",
+                severity=Severity.WARNING,
+                where={"file": name},
+                expected=int(numbered.group(1)),
+                found=update,
+                hint="it may have been renamed, or its content is from another save",
+            )
+        )
+    problems += _check_step_types(state, steps)
+    return problems
+
+
+def _steps_differ(steps: Mapping[str, float], values: Counter[float]) -> Problem:
+    usual = values.most_common(1)[0][0]
+    others = [f"{fqn} = {step:g}" for fqn, step in steps.items() if step != usual]
+    return Problem(
+        "SR-CNT-STEPS",
+        f"the optimizer's steps differ between parameters: {len(others)} of {len(steps)} are not {usual:g}, "
+        f"{_some(others)}",
+        severity=Severity.WARNING,
+        where={"tensor": f"optim.step:{others[0].partition(' = ')[0]}"},
+        expected=usual,
+        found=min(value for value in values if value != usual),
+        hint="right for parameters that are not trained at every update; otherwise parts of two saves are mixed",
+    )
+
+
+def _check_step_types(state: LogicalState, steps: Mapping[str, float]) -> list[Problem]:
+    """A counter in bfloat16 stops at 256, in float16 at 2048: adding one rounds to the same value."""
+    narrow = [
+        entry
+        for entry in state.tensors.values()
+        if entry.key.slot == "step" and entry.dtype.kind == "float" and entry.dtype.mantissa_bits < 20
+    ]
+    if not narrow:
+        return []
+    limit = 2 ** (narrow[0].dtype.mantissa_bits + 1)
+    stuck = any(step >= limit for step in steps.values())
+    return [
+        Problem(
+            "SR-CNT-DTYPE",
+            f"the optimizer's step is a {narrow[0].dtype.name}, which cannot count beyond {limit}",
+            severity=Severity.ERROR if stuck else Severity.WARNING,
+            where={"tensor": str(narrow[0].key)},
+            hint="keep step in float32; casting a whole optimizer to half precision does this",
+        )
+    ]
+
+
+def check_scheduler(state: LogicalState) -> list[Problem]:
+    """Compares the scheduler's position with the update counter, and its last rates with the groups'."""
+    scheduler = state.scheduler
+    if not scheduler:
+        return []
+    problems: list[Problem] = []
+    position, update, epoch = scheduler.get("last_epoch"), state.progress.update, state.progress.epoch
+    if isinstance(position, int) and update is not None and position not in (update, epoch):
+        problems.append(_position_differs(position, update))
+    last, rates = scheduler.get("_last_lr"), [group.hyperparameters.get("lr") for group in state.groups]
+    if isinstance(last, list) and len(last) == len(rates) and list(last) != rates:
+        problems.append(
+            Problem(
+                "SR-SCHED-LR",
+                "the scheduler's last learning rates are not those of the parameter groups",
+                severity=Severity.WARNING,
+                where={"key": "_last_lr"},
+                expected=rates,
+                found=list(last),
+                hint="one of the two was saved at another update, or changed by hand",
+            )
+        )
+    shapes = scheduler.get("lr_lambdas")
+    if isinstance(shapes, list) and shapes and all(shape is None for shape in shapes):
+        problems.append(
+            Problem(
+                "SR-SCHED-LAMBDA",
+                "the schedule is a function in the training script and is not saved, only its position is",
+                severity=Severity.NOTE,
+                where={"key": "lr_lambdas"},
+                hint="build it with the same warm-up and horizon; one that depends on the world size changes the rates",
+            )
+        )
+    return problems
+
+
+def _position_differs(position: int, update: int) -> Problem:
+    times = f", {position // update} times per update" if update and position and position % update == 0 else ""
+    return Problem(
+        "SR-SCHED-POSITION",
+        f"the scheduler was stepped {position} times in {update} updates{times}",
+        severity=Severity.WARNING,
+        where={"key": "last_epoch"},
+        expected=update,
+        found=position,
+        hint="if it is stepped once per process, its rate depends on the world size; if once more, it is one off",
+    )
+
+
+def check_streams(state: LogicalState) -> list[Problem]:
+    """Checks random number generators and data positions: there, per rank where they must be, for every rank."""
+    problems: list[Problem] = []
+    if not find_parts(state)["optimizer"]:
+        return problems
+    if not state.rng:
+        problems.append(
+            Problem(
+                "SR-RNG-MISSING",
+                "no random number generator state is saved",
+                severity=Severity.WARNING,
+                hint="dropout and augmentation will draw other numbers; declare rng: expected-to-change",
+            )
+        )
+    problems += _check_rng_ranks(state)
+    problems += _check_data(state)
+    return problems
+
+
+def ranks_in(section: str, names: Iterable[str]) -> set[int]:
+    """Returns the ranks that names in a section carry: `rng_rank3`, `rng.3`, `dataloader.dp_rank_3`."""
+    ranks: set[int] = set()
+    for name in names:
+        tail = name.rpartition(".")[2] if "." in name else name.removeprefix(section)
+        match = re.search(r"(\d+)$", tail)
+        if match:
+            ranks.add(int(match.group(1)))
+    return ranks
+
+
+def _check_rng_ranks(state: LogicalState) -> list[Problem]:
+    world_size = state.topology.world_size
+    if not state.rng or not world_size or world_size < 2:
+        return []
+    ranks = ranks_in("", state.rng)
+    for node in state.rng.values():
+        if isinstance(node, dict) and node and all(re.search(r"\d+$", str(key)) for key in node):
+            ranks |= ranks_in("", [str(key) for key in node])
+    if not ranks:
+        return [
+            Problem(
+                "SR-RNG-SHARED",
+                f"one random number generator state is saved for {world_size} ranks",
+                severity=Severity.WARNING,
+                where={"key": next(iter(state.rng))},
+                expected=world_size,
+                found=1,
+                hint="every rank saved under the same name and one of them survived; save it under a name per rank",
+            )
+        ]
+    if ranks == set(range(world_size)):
+        return []
+    return [
+        Problem(
+            "SR-RNG-RANKS",
+            f"random number generator states are saved for {len(ranks)} ranks, the checkpoint was written by "
+            f"{world_size}",
+            severity=Severity.WARNING,
+            where={"key": next(iter(state.rng))},
+            expected=world_size,
+            found=len(ranks),
+            hint="the other ranks' streams are lost",
+        )
+    ]
+
+
+def _check_data(state: LogicalState) -> list[Problem]:
+    if not state.data:
+        samples = state.progress.samples
+        known = f"; {samples} samples are counted, which fixes the place in a known order" if samples else ""
+        return [
+            Problem(
+                "SR-DATA-MISSING",
+                f"no sampler or data loader state is saved{known}",
+                severity=Severity.WARNING,
+                hint="a data loader made anew starts the epoch again: samples are seen twice. Save the sampler's state",
+            )
+        ]
+    problems: list[Problem] = []
+    for name, node in state.data.items():
+        ranks = ranks_in("", [str(key) for key in node if "rank" in str(key)]) if isinstance(node, dict) else set[int]()
+        if ranks and state.progress.samples is None:
+            problems.append(
+                Problem(
+                    "SR-DATA-PERRANK",
+                    f"the data loader's position is kept per rank, for {len(ranks)} ranks, without a global count",
+                    severity=Severity.WARNING,
+                    where={"key": name},
+                    hint="on another number of ranks samples are replayed or skipped unless it is rewritten to a "
+                    "global position (samples committed so far in the whole run)",
+                )
+            )
+    return problems
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -1,0 +1,322 @@
+"""The gradient of one fixed global batch, on real gloo ranks, against one process in fp64."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from samerun.catalog import load_catalog
+from samerun.core.batch import Dealing, deal
+from samerun.errors import UsageError
+from samerun.train.contribution import ContributionMean, accumulate
+from support.gloo import run_ranks
+
+VOCAB, WIDTH, HIDDEN, LENGTH = 11, 5, 10, 7
+IGNORE = -100
+NUM_SAMPLES = 23
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(WIDTH, HIDDEN)
+        self.down = torch.nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(torch.tanh(self.up(hidden)))
+
+
+class Toy(torch.nn.Module):
+    """Embedding, two blocks, a head; vocabulary, width and hidden size divide by neither 3 nor 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCAB, WIDTH)
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.head = torch.nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids.flatten())
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+def make_model(dtype: torch.dtype) -> Toy:
+    torch.manual_seed(1)
+    return Toy().to(torch.float64).to(dtype)
+
+
+def make_data() -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples with 0 to LENGTH valid tokens each."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(VOCAB, (NUM_SAMPLES, LENGTH), generator=generator)
+    targets = torch.randint(VOCAB, (NUM_SAMPLES, LENGTH), generator=generator)
+    valid = torch.randint(LENGTH + 1, (NUM_SAMPLES, 1), generator=generator)
+    return ids, targets.masked_fill(torch.arange(LENGTH) >= valid, IGNORE)
+
+
+def count(targets: torch.Tensor, unit: str) -> int:
+    return int((targets != IGNORE).sum()) if unit == "tokens" else len(targets)
+
+
+def loss_sum(model: torch.nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(ids), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def reference(unit: str, batch: int) -> tuple[dict[str, torch.Tensor], float]:
+    """Gradient and mean loss of the whole batch in one pass of one process, in fp64."""
+    model = make_model(torch.float64)
+    ids, targets = (part[:batch] for part in make_data())
+    loss = loss_sum(model, ids, targets) / count(targets, unit)
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, loss.item()
+
+
+@dataclass(frozen=True)
+class Case:
+    unit: str
+    dealing: Dealing
+    dtype: torch.dtype = torch.float64
+    sync: Any = None
+    with_passes: bool = True
+
+
+def random_dealing(replicas: int, batch: int, rng: random.Random) -> Dealing:
+    passes = rng.randint(1, 4)
+    cells = [[0] * replicas for _ in range(passes)]
+    for _ in range(batch):
+        cells[rng.randrange(passes)][rng.randrange(replicas)] += 1
+    return Dealing(tuple(map(tuple, cells)))
+
+
+def make_cases(replicas: int) -> list[Case]:
+    rng = random.Random(replicas)
+    fixed = [Case(unit, deal(16, replicas, micro)) for unit in ("tokens", "samples") for micro in (1, 3)]
+    drawn = [
+        Case(rng.choice(["tokens", "samples"]), random_dealing(replicas, 16, rng), sync=sync)
+        for sync in (None, "last", "every", None)
+    ]
+    starved = Dealing(((0,) * (replicas - 1) + (9,), (0,) * (replicas - 1) + (7,)))  # one replica has everything
+    return [
+        *fixed,
+        *drawn,
+        Case("tokens", starved, with_passes=False),
+        Case("tokens", deal(16, replicas, 2), dtype=torch.float32),
+    ]
+
+
+def run_update(model: torch.nn.Module, mean: ContributionMean, case: Case, replica: int) -> float:
+    """One update as a training loop would do it: an empty pass runs on a placeholder at zero weight."""
+    data = make_data()
+    parts = case.dealing.replica_positions(replica)
+    microbatches = [tuple(part[list(positions)] for part in data) for positions in parts]
+    mine = sum(count(targets, case.unit) for _, targets in microbatches)
+    mean.start(mine, passes=case.dealing.passes if case.with_passes else None)
+    for ids, targets in accumulate(model, microbatches, sync=case.sync):
+        counts = len(ids) > 0
+        mean.backward(loss_sum(model, *((ids, targets) if counts else (data[0][:1], data[1][:1]))), counts=counts)
+    return mean.loss()
+
+
+def whole(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("module."): whole(p.grad).clone() for name, p in model.named_parameters()}
+
+
+def check_cases(model_of: Callable[[torch.dtype], torch.nn.Module], mean: ContributionMean, replica: int) -> int:
+    """Every case as one update of the same model, gradients set to zero in between as a loop does."""
+    cases = make_cases(mean.replicas)
+    models = {dtype: model_of(dtype) for dtype in {case.dtype: None for case in cases}}
+    for case in cases:
+        expected, loss = reference(case.unit, case.dealing.global_batch)
+        model = models[case.dtype]
+        tolerance = 1e-12 if case.dtype is torch.float64 else 2e-6
+        assert run_update(model, mean, case, replica) == pytest.approx(loss, rel=tolerance)
+        found = gradients(model)
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient.double(), expected[name], rtol=tolerance, atol=tolerance)
+        model.zero_grad()
+    return len(cases)
+
+
+def on_ddp(rank: int, world_size: int) -> int:
+    return check_cases(
+        lambda dtype: DistributedDataParallel(make_model(dtype)), ContributionMean(replicas=world_size), rank
+    )
+
+
+def shard(model: Toy, mesh: Any) -> Toy:
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no average; still divides afterwards
+    return model
+
+
+def on_fsdp(rank: int, world_size: int) -> int:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
+    return check_cases(lambda dtype: shard(make_model(dtype), mesh), ContributionMean(mesh), rank)
+
+
+def on_fsdp_that_sums(rank: int, world_size: int) -> int:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
+
+    def model_of(dtype: torch.dtype) -> Toy:
+        model = shard(make_model(dtype), mesh)
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(1.0)
+        return model
+
+    return check_cases(model_of, ContributionMean(mesh.get_group(), reduction="sum"), rank)
+
+
+def on_hsdp(rank: int, world_size: int) -> int:
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return check_cases(lambda dtype: shard(make_model(dtype), mesh), ContributionMean(mesh, replicas=world_size), rank)
+
+
+def on_tensor_parallel(rank: int, world_size: int) -> int:
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp_shard", "tp"))
+
+    def model_of(dtype: torch.dtype) -> Toy:
+        model = make_model(dtype)
+        parallelize_module(model, mesh["tp"], {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()})
+        return shard(model, mesh["dp_shard"])
+
+    with pytest.raises(UsageError, match="SR-MEAN-GROUP"):
+        ContributionMean(replicas=world_size // 2)  # all ranks: tensor-parallel ones would count twice
+    return check_cases(model_of, ContributionMean(mesh["dp_shard"], replicas=world_size // 2), rank // 2)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("world_size", "check"),
+    [
+        (2, on_ddp),
+        (3, on_ddp),
+        (2, on_fsdp),
+        (3, on_fsdp),
+        (4, on_fsdp),
+        (3, on_fsdp_that_sums),
+        (4, on_hsdp),
+        (4, on_tensor_parallel),
+    ],
+)
+def test_the_gradient_does_not_depend_on_the_dealing(world_size: int, check: Callable[..., int]) -> None:
+    assert run_ranks(world_size, check) == [10] * world_size
+
+
+def test_one_process_needs_no_group() -> None:
+    assert check_cases(make_model, ContributionMean(), 0) == 10
+
+
+def test_means_of_means_would_differ() -> None:
+    """The mistake that the class exists for: on the same dealing, averaging means is another gradient."""
+    expected, _ = reference("tokens", 16)
+    model = make_model(torch.float64)
+    data = make_data()
+    for positions in deal(16, 1, 3).replica_positions(0):
+        ids, targets = (part[list(positions)] for part in data)
+        (loss_sum(model, ids, targets) / count(targets, "tokens") / 6).backward()
+    assert max((gradients(model)[name] - expected[name]).abs().max().item() for name in expected) > 1e-3
+
+
+def raise_alike(rank: int, world_size: int) -> list[str]:
+    """Every rank must refuse together, whoever made the mistake; else the others would wait for ever."""
+    found: list[str] = []
+
+    def expect(code: str, call: Callable[[], Any]) -> None:
+        with pytest.raises(UsageError) as caught:
+            call()
+        found.extend(problem.code for problem in caught.value.problems)
+        assert code in found
+
+    mean = ContributionMean()
+    scalar = torch.ones((), requires_grad=True)
+    expect("SR-MEAN-COUNT", lambda: mean.start(-1 if rank == 1 else 4))
+    expect("SR-MEAN-COUNT", lambda: mean.start(torch.tensor(3) if rank == 0 else 4))  # type: ignore[arg-type]
+    expect("SR-MEAN-ZERO", lambda: mean.start(0))
+    expect("SR-MEAN-PASSES", lambda: mean.start(3, passes=2 + (rank == 2)))
+    assert mean.start(3 * (rank == 0), passes=2) == 3
+    for _ in range(2 - (rank == 1)):
+        mean.backward(scalar * 3)
+    expect("SR-MEAN-PASSES", mean.loss)
+    mean.start(1, passes=1)
+    mean.backward(scalar * rank)
+    assert mean.loss() == pytest.approx(sum(range(world_size)) / world_size)
+    return found
+
+
+@pytest.mark.multiprocess
+def test_every_rank_refuses_alike() -> None:
+    found = run_ranks(3, raise_alike)
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 5
+
+
+class TestAlone:
+    def test_out_of_order(self) -> None:
+        mean = ContributionMean()
+        for call in (mean.loss, lambda: mean.backward(torch.ones((), requires_grad=True))):
+            with pytest.raises(UsageError, match="SR-MEAN-ORDER"):
+                call()
+        assert mean.total == 0
+
+    def test_a_loss_that_is_not_one_number(self) -> None:
+        mean = ContributionMean()
+        mean.start(4)
+        with pytest.raises(UsageError, match="SR-MEAN-LOSS"):
+            mean.backward(torch.ones(4, requires_grad=True))
+        mean.backward(torch.ones(1, requires_grad=True))
+        assert mean.loss() == 0.25
+
+    def test_unknown_reduction(self) -> None:
+        with pytest.raises(UsageError, match="SR-MEAN-GROUP"):
+            ContributionMean(reduction="max")  # type: ignore[arg-type]
+
+    def test_an_update_of_empty_passes_alone_is_zero_weight(self) -> None:
+        mean = ContributionMean()
+        parameter = torch.ones((), requires_grad=True)
+        mean.start(2)
+        mean.backward(parameter * 3, counts=False)
+        assert parameter.grad == 0
+        assert mean.loss() == 0.0
+
+    def test_scaled_leaves_backward_to_the_loop(self) -> None:
+        mean = ContributionMean()
+        parameter = torch.ones((), requires_grad=True)
+        mean.start(4)
+        (mean.scaled(parameter * 3) * 1024).backward()  # a loss scaler's factor on top
+        assert parameter.grad == 3 / 4 * 1024
+        assert mean.loss() == 0.75
+
+    def test_accumulate_leaves_a_plain_model_alone(self) -> None:
+        assert list(accumulate(torch.nn.Linear(1, 1), range(3))) == [0, 1, 2]
+        assert list(accumulate(torch.nn.Linear(1, 1), [])) == []
+        assert list(itertools.islice(accumulate(torch.nn.Linear(1, 1), [None, None]), 1)) == [None]
+
+    def test_every_code_is_catalogued(self) -> None:
+        catalog = load_catalog()
+        for name in ("GROUP", "COUNT", "ZERO", "PASSES", "LOSS", "ORDER"):
+            assert f"SR-MEAN-{name}" in catalog
