@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 Norms = Literal["every", "after-save", "never"]
 _LARGEST_LOGITS = 1 << 22  # elements kept of an evaluation's logits
 
+# Recorded models stay alive until the interpreter ends. When the last reference to a DDP model goes, torch 2.13 joins
+# gloo's threads with the GIL held; a thread that is still finishing the last collective needs the GIL, and the job hangs
+# at its very end.
+_kept_alive: list[Any] = []
+
 
 class Recorder:
     """Records a job's updates, evaluations and state into a trace directory (`docs/trace.md`).
@@ -166,6 +171,7 @@ class Recorder:
         self._writer.write("header", self._header(declared, batch))
         self._watch = self._start_watch()
         atexit.register(self._close_at_exit)
+        _kept_alive.append(model)
 
     def loaded(self, *, update: int) -> None:
         """Says that the state is now that after `update` completed updates: call it after loading, or with 0.
