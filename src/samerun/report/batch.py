@@ -136,7 +136,9 @@ def _sentence(text: str) -> str:
 
 def _equation(dealing: Dealing) -> str:
     if dealing.is_uniform:
-        return f"{dealing.replicas} replicas × {dealing.max_microbatch} × {dealing.passes} passes = {dealing.global_batch}"
+        return (
+            f"{dealing.replicas} replicas × {dealing.max_microbatch} × {dealing.passes} passes = {dealing.global_batch}"
+        )
     shares = sorted(set(dealing.shares), reverse=True)
     each = "/".join(map(str, shares))
     return f"{dealing.replicas} replicas, {each} samples each in {dealing.passes} passes = {dealing.global_batch}"
@@ -148,9 +150,7 @@ def draw_grid(dealing: Dealing, allowed: int, *, idle: int = 0) -> Grid:
     rows = _runs(dealing.microbatches, MAX_ROWS)
     whole = len(columns) <= MAX_COLUMNS and len(rows) <= MAX_ROWS
     columns, rows = columns[:MAX_COLUMNS], rows[:MAX_ROWS]
-    cells = tuple(
-        tuple(_cell(dealing.microbatches[row][column], allowed) for column, _ in columns) for row, _ in rows
-    )
+    cells = tuple(tuple(_cell(dealing.microbatches[row][column], allowed) for column, _ in columns) for row, _ in rows)
     shares = sorted(set(dealing.shares))
     share = f"{shares[0]} to {shares[-1]}" if len(shares) > 1 else f"{shares[0]}"
     return Grid(

@@ -1,8 +1,8 @@
 """The page as text: one file with its style, script and data inside, that fetches nothing.
 
 Names of tensors, log lines and whatever else comes from a run are untrusted. They reach the page in two ways only: as
-text through the templates, which escape everything, and as JSON in a data block in which no `<`, `>` or `&` is left; the
-script that reads it makes text nodes. The page's own policy forbids any other script, and every connection.
+text through the templates, which escape everything, and as JSON in a data block in which no `<`, `>` or `&` is left;
+the script that reads it makes text nodes. The page's own policy forbids any other script, and every connection.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from importlib import resources
 from typing import Any
 from urllib.parse import quote
@@ -46,6 +47,25 @@ def render_html(model: ReportModel, *, base: str = "", written: datetime | None 
         written: when the report is made; now by default.
     """
     page = plan_page(model)
+    script = _static("report.js")
+    return (
+        _environment(model, base)
+        .get_template("report.html")
+        .render(
+            page=page,
+            model=model,
+            version=__version__,
+            written=(written or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
+            style=Markup(_static("report.css")),
+            script=Markup(script),
+            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+            data=embed(page_data(page)),
+            max_rows=MAX_ROWS,
+        )
+    )
+
+
+def _environment(model: ReportModel, base: str) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("samerun.report", "templates"),
         autoescape=True,
@@ -53,32 +73,23 @@ def render_html(model: ReportModel, *, base: str = "", written: datetime | None 
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
+    filters: dict[str, Callable[..., Any]] = {
         "number": format_number,
         "percent": format_percent,
-        "stage_name": stage_name,
         "bytes": format_size,
-        "thousands": lambda value: f"{value:,}",
+        "thousands": format_thousands,
         "shape": format_shape,
-        "hue": lambda number: number % HUES,
+        "stage_name": stage_name,
+        "hue": hue,
     }
-    environment.globals |= {
-        "link": lambda path: evidence_link(model, base, path),
+    functions: dict[str, Callable[..., Any]] = {
+        "link": partial(evidence_link, model, base),
         "cells_above": cells_above,
         "cells_below": cells_below,
     }
-    script = _static("report.js")
-    return environment.get_template("report.html").render(
-        page=page,
-        model=model,
-        version=__version__,
-        written=(written or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
-        style=Markup(_static("report.css")),
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        data=embed(page_data(page)),
-        max_rows=MAX_ROWS,
-    )
+    environment.filters.update(filters)
+    environment.globals.update(functions)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return environment
 
 
 def _static(name: str) -> str:
@@ -108,6 +119,16 @@ def format_number(value: Any) -> str:
 def format_percent(share: float) -> str:
     """Returns a share as a percentage."""
     return f"{number_text(100 * share, 2)} %" if math.isfinite(share) else "left"
+
+
+def format_thousands(count: int) -> str:
+    """Returns a count with its thousands set apart."""
+    return f"{count:,}"
+
+
+def hue(number: int) -> int:
+    """Returns the page's colour for a rank, a replica or a part."""
+    return number % HUES
 
 
 def stage_name(path: str) -> str:

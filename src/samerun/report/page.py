@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from samerun.catalog import Entry, load_catalog
-from samerun.core.mesh import Layout
 from samerun.core.size import format_size
 from samerun.errors import Problem, Severity
 from samerun.plan.memory import MemoryEstimate
 from samerun.report.batch import BatchView, view_batch
 from samerun.report.charts import Chart, Drawing, Tick, draw_panel, name_ticks
-from samerun.report.layout import Mesh, Ownership, draw_mesh, plan_ownership
+from samerun.report.layout import Held, Mesh, Ownership, draw_mesh, plan_ownership
 from samerun.report.model import Criterion, Gap, ReportModel, Stage
 from samerun.report.samples import SamplesView, view_samples
 from samerun.report.state import StateView, view_state
@@ -87,6 +86,18 @@ class BandUse:
     def percent(self) -> float:
         """The share as the length of a bar."""
         return round(min(100 * self.share, 100.0), 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFacts:
+    """What inspecting found: counts in words, whether it is whole and undamaged, and what a resume has and lacks."""
+
+    counts: tuple[tuple[str, str], ...]
+    complete: bool | None
+    intact: bool | None
+    resumable: str
+    have: tuple[str, ...]
+    lack: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +186,7 @@ class Page:
     reasons: tuple[Finding, ...]
     findings: tuple[Finding, ...]
     transition: Transition | None
+    checkpoint: CheckpointFacts | None
     state: StateView | None
     batch: BatchView | None
     samples: SamplesView | None
@@ -198,6 +210,7 @@ def plan_page(model: ReportModel) -> Page:
         reasons=tuple(_group(staged)),
         findings=tuple(_group(_all_findings(model))),
         transition=_transition(model),
+        checkpoint=_checkpoint(model.inspected),
         state=view_state(model),
         batch=view_batch(model),
         samples=view_samples(model),
@@ -349,6 +362,23 @@ def _validated(validated: Mapping[str, Any]) -> str:
     return f"Validated for {text}, and for nothing else."
 
 
+def _checkpoint(measured: Mapping[str, Any]) -> CheckpointFacts | None:
+    """Returns the facts, or None if the stage measured nothing that is known here."""
+    counts, resumable = measured.get("counts"), measured.get("resumable")
+    if not isinstance(counts, Mapping) or not isinstance(resumable, Mapping):
+        return None
+    words = [("format", str(measured.get("format")))]
+    words += [(str(k), format_size(v) if k == "bytes" else f"{v:,}") for k, v in counts.items() if isinstance(v, int)]
+    return CheckpointFacts(
+        counts=tuple(words),
+        complete=measured.get("complete"),
+        intact=measured.get("intact"),
+        resumable=str(resumable.get("verdict")),
+        have=tuple(map(str, resumable.get("have") or ())),
+        lack=tuple(map(str, resumable.get("lack") or ())),
+    )
+
+
 def _transition(model: ReportModel) -> Transition | None:
     manifest = model.manifest
     if manifest is None:
@@ -369,7 +399,7 @@ def _transition(model: ReportModel) -> Transition | None:
     return Transition(
         source=draw_mesh(source),
         destination=draw_mesh(destination, idle_ranks=model.plan.destination.idle_ranks if model.plan else 0),
-        ownership=plan_ownership(source, destination, _shapes(model)),
+        ownership=plan_ownership(source, destination, *_held(model)),
         progress=tuple(facts),
         declared=tuple((name, _claim(value)) for name, value in declared.items()),
         decisions=tuple((item.key, item.chosen, item.consequence) for item in model.plan.decisions)
@@ -382,11 +412,28 @@ def _claim(value: Any) -> str:
     return f"bounded by {value['bounded']:g}" if isinstance(value, Mapping) else str(value)
 
 
-def _shapes(model: ReportModel) -> dict[str, tuple[int, ...]]:
-    jobs = (*model.controls, *model.candidates.values())
-    state = next((state for job in jobs if (state := job.state()) is not None), None)
-    tensors: Mapping[str, Any] = (state.body.get("tensors") if state else None) or {}
-    return {key.partition(":")[2]: tuple(fact["shape"]) for key, fact in tensors.items() if key.startswith("param:")}
+def _held(model: ReportModel) -> tuple[dict[str, Held], dict[str, Held]]:
+    """Returns the parameters by name as the control has them, and as the candidate has or would have them."""
+    control = next((state.body for job in model.controls if (state := job.state()) is not None), None)
+    candidate = state.body if model.loaded and (state := model.loaded.state()) else None
+    before, after = _parameters(control or {}), _parameters(candidate or {})
+    usual = {name: Held(item.shape) for name, item in (before or after).items()}
+    return before or usual, after or usual
+
+
+def _parameters(body: Mapping[str, Any]) -> dict[str, Held]:
+    facts: Mapping[str, Any] = body.get("tensors") or {}
+    return {
+        key.removeprefix("param:"): Held(
+            shape=tuple(fact["shape"]),
+            cuts=None
+            if fact.get("cuts") is None
+            else tuple((str(axis), dim, strided) for axis, dim, strided in fact["cuts"]),
+            lead=int(fact.get("lead", 0)),
+        )
+        for key, fact in facts.items()
+        if key.startswith("param:")
+    }
 
 
 _PARTS = ("parameters", "gradients", "optimizer", "masters", "ema", "buffers", "gather")
@@ -428,11 +475,15 @@ def _provenance(model: ReportModel) -> Provenance:
     return Provenance(
         seals=tuple((item.number, item.digest, item.sealed_at or "", item.reason or "") for item in seals),
         manifest_sha256=model.manifest.sha256() if model.manifest else None,
-        controls=tuple((str(k), str(v)) for k, v in (seals[-1].controls.items() if seals else ())),
+        controls=tuple((str(k), _evidence_hash(v)) for k, v in (seals[-1].controls.items() if seals else ())),
         jobs=tuple(job.name for job in jobs),
         facts=tuple(_facts([job.observed for job in jobs])),
         commands=tuple(_commands(model)),
     )
+
+
+def _evidence_hash(value: Any) -> str:
+    return str(value.get("trace", value)) if isinstance(value, Mapping) else str(value)
 
 
 def _facts(jobs: Sequence[Observed]) -> Iterator[Fact]:
@@ -442,19 +493,11 @@ def _facts(jobs: Sequence[Observed]) -> Iterator[Fact]:
         header = next(iter(observed.headers.values()), None)
         body: dict[str, Any] = {}
         if header is not None:
-            layout = Layout.from_dict(header.layout) if _is_layout(header.layout) else None
-            body = {"world size": header.world_size, "layout": layout, **header.versions, **header.environment}
+            body = {"world size": header.world_size, "layout": header.mesh(), **header.versions, **header.environment}
         for name, value in body.items():
             rows.setdefault(str(name), [""] * len(jobs))[number] = _plain(value)
     facts = [Fact(name, tuple(values), len(set(values)) == 1) for name, values in rows.items()]
     yield from sorted(facts, key=lambda fact: fact.same)
-
-
-def _is_layout(value: Any) -> bool:
-    try:
-        return bool(value) and Layout.from_dict(value) is not None
-    except (ValueError, TypeError):
-        return False
 
 
 def _plain(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Samples across the seam: which replica consumed which sample of each update, in the control and in the candidate.
 
-Every update of the control is a strip in its global order; a sample keeps its place, so that what stands below it is who
-consumed the same sample on the destination, or nobody.
+Every update of the control is a strip in its global order; a sample keeps its place, so that what stands below it is
+who consumed the same sample on the destination, or nobody.
 """
 
 from __future__ import annotations

@@ -161,9 +161,7 @@ def _rates(
         series.append(Series(label=f"control{name}", style="control", values=left))
         if two:
             series.append(Series(label=f"candidate{name}", style="candidate", values=right))
-        differing += [
-            n for n, a, b in zip(names, left, right, strict=True) if None not in (a, b) and a != b
-        ]
+        differing += [n for n, a, b in zip(names, left, right, strict=True) if None not in (a, b) and a != b]
     if not two:
         note = "the control's own rates"
     elif differing:
@@ -173,7 +171,7 @@ def _rates(
     return Chart(
         key="lr",
         title="Learning rate",
-        summary=f"{groups} parameter {'groups' if groups != 1 else 'group'}, updates {names[0]} to {names[-1]}: {note}.",
+        summary=f"{groups} parameter group{'s' * (groups != 1)}, updates {names[0]} to {names[-1]}: {note}.",
         x_title="update",
         names=names,
         panels=(Panel(title="rate that the step used", scale="linear", series=tuple(series)),),
