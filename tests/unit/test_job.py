@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.observations import make_evaluation, make_header, make_job_plan, make_observed
 
 from samerun.core.mesh import Layout
 from samerun.core.tolerance import band_from_user
 from samerun.verify.evaluate import check_evaluation, evaluation_of, logit_deviation, loss_deviation
 from samerun.verify.job import Outcome, check_job, check_outcome, describe_status
 from samerun.verify.observed import Observed
+from support.observations import make_evaluation, make_header, make_job_plan, make_observed
 
 THREE = Layout(dp_shard=3)
 HYBRID = Layout(dp_replicate=2, dp_shard=2)

@@ -79,6 +79,7 @@ def window_plan(
         stage=stage,
         first_update=plan.first_update,
         num_updates=plan.window_updates if whole else 1,
+        window_updates=plan.window_updates,
         bands=tuple(band for band in judged_bands(manifest, bands) if not band.metric.startswith("eval_")),
         global_batch=plan.batch.global_batch,
         rate_factor=None if schedule == "expected-to-change" else plan.learning_rate.factor,

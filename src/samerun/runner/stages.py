@@ -389,11 +389,11 @@ def _cost(manifest: Manifest, count: int, seconds: float | None) -> str:
 def _about_control(problem: Problem, name: str) -> Problem:
     """A job that is wrong as a control judges nobody; it says nothing about a candidate. Writing files is worse."""
     if problem.severity is not Severity.ERROR or problem.code == "SR-JOB-WROTE":
-        return replace(problem, where={**problem.where, "file": problem.where.get("file", name)})
+        return replace(problem, where={**problem.where, "control": name})
     return Problem(
         "SR-CONTROL-JOB",
         f"the control did not run as planned: {problem.code} {problem.message}",
-        where={**problem.where, "stage": "control", "file": name},
+        where={**problem.where, "stage": "control", "control": name},
         expected=problem.expected,
         found=problem.found,
         hint=problem.hint,
@@ -405,7 +405,7 @@ def _at_control(problem: Problem, name: str) -> Problem:
     return replace(
         problem,
         message=f"{problem.message} (on the source's own layout)",
-        where={**problem.where, "stage": "control", "file": name},
+        where={**problem.where, "stage": "control", "control": name},
     )
 
 
