@@ -168,6 +168,11 @@ def test_a_concluded_source_becomes_part_of_the_question() -> None:
     assert document.value("source.world_size") == 4
 
 
+def test_one_rank_can_only_be_arranged_one_way() -> None:
+    alone = replace(STATE, topology=Topology(world_size=1, layout=Layout(), inferred="from how tensors are cut"))
+    assert "source.layout" not in asked(alone)
+
+
 def test_a_recorded_source_is_not_asked() -> None:
     for inferred in (None, "from the saved object config.layout"):
         state = replace(STATE, topology=Topology(world_size=4, layout=Layout(dp_shard=4), inferred=inferred))

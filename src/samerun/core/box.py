@@ -18,8 +18,8 @@ from samerun.core.state import Tiling
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-# What counting may cost before it gives up: so many box visits in all and so many more per box, a region costing some by
-# itself. A regular tiling costs a few per box; only boxes laid out to be awkward come near this, after seconds.
+# What counting may cost before it gives up: so many box visits in all and so many more per box, a region costing some
+# by itself. A regular tiling costs a few per box; only boxes laid out to be awkward come near this, after seconds.
 _BUDGET, _BUDGET_PER_BOX, _REGION_COST = 10_000_000, 100, 1_500
 _PAIRS_SHOWN = 4
 _LARGEST = 1 << 62
@@ -80,7 +80,7 @@ def find_outside(shape: tuple[int, ...], tiling: Tiling) -> tuple[int, ...]:
 
 def _outside(shape: Ints, offsets: Ints, sizes: Ints) -> Mask:
     bad = (offsets < 0) | (sizes < 0) | (sizes > shape) | (offsets > shape - sizes)
-    return bad.any(axis=1)
+    return np.any(bad, axis=1)
 
 
 def check_tilings(tensors: Sequence[tuple[tuple[int, ...], Tiling]]) -> list[Coverage]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -13,9 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from samerun.core.box import Coverage
+from samerun.core.box import Coverage, check_tilings
 from samerun.core.dtype import DType
-from samerun.core.state import LogicalState, TensorEntry
+from samerun.core.state import LogicalState, TensorEntry, Tiling
 from samerun.errors import CorruptCheckpoint, Problem, UsageError
 from samerun.stores.local import MappedFiles
 
@@ -207,15 +206,7 @@ def coverage_problems(name: str, coverage: Coverage) -> list[Problem]:
             )
         )
     if coverage.overlapping:
-        pairs = ", ".join(f"{a} and {b}" for a, b in coverage.overlapping)
-        problems.append(
-            Problem(
-                "SR-COV-OVERLAP",
-                f"pieces overlap without being replicas: {pairs}",
-                where={"tensor": name},
-                hint="which value is right cannot be told; metadata of two saves may be mixed in this directory",
-            )
-        )
+        problems.append(_overlap(name, ", ".join(f"{a} and {b}" for a, b in coverage.overlapping)))
     return problems
 
 
@@ -286,39 +277,35 @@ def assemble_box(
     low, high = np.array(start, np.int64), np.array(start, np.int64) + np.array(size, np.int64)
     first = np.maximum(entry.tiling.offsets, low)
     last = np.minimum(entry.tiling.offsets + entry.tiling.sizes, high)
-    touching = np.flatnonzero((last > first).all(axis=1))
-    unique = _without_replicas(entry, touching)
-    wanted = math.prod(size)
-    covered = sum(math.prod((last[i] - first[i]).tolist()) for i in unique)
-    if covered != wanted:
-        raise CorruptCheckpoint(_not_covered(entry, wanted, covered))
-    if len(unique) == 1 and wanted == entry.num_elements:
-        return read_piece(unique[0]).reshape(size)
+    touching = _without_replicas(entry.tiling, np.flatnonzero((last > first).all(axis=1)))
+    parts = Tiling(first[touching] - low, (last - first)[touching])
+    coverage = check_tilings([(size, parts)])[0]
+    if not coverage.exact or coverage.replicas:
+        raise CorruptCheckpoint(coverage_problems(str(entry.key), coverage) or [_overlap(str(entry.key))])
+    if len(touching) == 1 and math.prod(size) == entry.num_elements:
+        return read_piece(int(touching[0])).reshape(size)
     box = np.empty(size, numpy_dtype(entry.dtype))
-    for i in unique:
-        inside = tuple(slice(a, b) for a, b in zip((first[i] - low).tolist(), (last[i] - low).tolist(), strict=True))
-        origin = entry.tiling.offsets[i]
-        source = tuple(
-            slice(a, b) for a, b in zip((first[i] - origin).tolist(), (last[i] - origin).tolist(), strict=True)
-        )
-        box[inside] = read_piece(i)[source]
+    for i, piece in enumerate(touching.tolist()):
+        origin = first[piece] - entry.tiling.offsets[piece]
+        box[_slices(parts.offsets[i], parts.sizes[i])] = read_piece(piece)[_slices(origin, parts.sizes[i])]
     return box
 
 
-def _without_replicas(entry: TensorEntry, pieces: npt.NDArray[np.intp]) -> list[int]:
+def _slices(offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(offsets.tolist(), sizes.tolist(), strict=True))
+
+
+def _without_replicas(tiling: Tiling, pieces: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
     seen: dict[bytes, int] = {}
     for i in pieces.tolist():
-        seen.setdefault(entry.tiling.offsets[i].tobytes() + entry.tiling.sizes[i].tobytes(), i)
-    return list(seen.values())
+        seen.setdefault(tiling.offsets[i].tobytes() + tiling.sizes[i].tobytes(), i)
+    return np.array(list(seen.values()), np.intp)
 
 
-def _not_covered(entry: TensorEntry, wanted: int, covered: int) -> Problem:
-    gap = covered < wanted
+def _overlap(name: str, pairs: str = "") -> Problem:
     return Problem(
-        "SR-COV-GAP" if gap else "SR-COV-OVERLAP",
-        "part of the tensor is in no piece" if gap else "pieces of the tensor overlap without being replicas",
-        where={"tensor": str(entry.key)},
-        expected=f"{wanted} elements",
-        found=f"{covered} elements",
-        hint="`samerun inspect` shows which part",
+        "SR-COV-OVERLAP",
+        f"pieces overlap without being replicas{f': {pairs}' if pairs else ''}",
+        where={"tensor": name},
+        hint="which value is right cannot be told; metadata of two saves may be mixed in this directory",
     )

@@ -7,7 +7,6 @@ import hashlib
 import mmap
 import os
 import stat
-import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -175,6 +174,8 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | str) -> None:
     Raises:
         OSError: if it cannot be written; the old file, if there was one, is then still there.
     """
+    import tempfile
+
     target = Path(path)
     data = content.encode("utf-8") if isinstance(content, str) else content
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")

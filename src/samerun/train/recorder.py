@@ -75,6 +75,7 @@ class Recorder:
         self._writer: TraceWriter | None = None
         self._watch: StepWatch | None = None
         self._objects: dict[str, Any] = {}
+        self._layout: Layout | None = None
         self._update: int | None = None
         self._num_updates = self._num_evals = 0
         self._loaded = self._closed = self._end_captured = False
@@ -298,6 +299,7 @@ class Recorder:
         from samerun.train.environment import environment, observed_coordinate, observed_layout, versions
 
         layout = observed_layout(self._model, declared)
+        self._layout = Layout.from_dict(layout)
         return {
             "schema": "samerun/trace/1",
             "stage": self.stage,
@@ -330,6 +332,7 @@ class Recorder:
             scheduler=self._scheduler,
             objects=self._objects,
             config=self._config,
+            layout=self._layout,
         )
         if self._rank == 0 and self._writer is not None:
             self._writer.write("state", {"when": when, "update": self._update or 0, **captured.to_json()})

@@ -66,8 +66,8 @@ def check_destination(state: LogicalState, destination: Destination) -> list[Pro
         problems.append(
             _note(
                 "SR-TO-EMPTY",
-                f"at {layout}, {len(destination.empty)} parameters have fewer rows than {parts} shards: some ranks hold "
-                f"nothing of {_some(destination.empty)}",
+                f"at {layout}, {len(destination.empty)} parameters have fewer rows than {parts} shards: some ranks "
+                f"hold nothing of {_some(destination.empty)}",
                 destination.empty[0],
                 "FSDP2 handles empty shards; code that reads local shards, such as a norm or a hook, must too",
             )

@@ -64,7 +64,7 @@ RULES: tuple[Rule, ...] = (
     Rule("schedule", (_LOAD, *_UPDATES), ("SR-LOAD-SCHED", "SR-LOAD-LR", "SR-UPD-LR"),
          "is the learning rate where it was, and goes where it would?"),
     Rule("progress", (_LOAD, *_UPDATES),
-         ("SR-LOAD-STEP", "SR-LOAD-UPDATE", "SR-UPD-INDEX", "SR-UPD-MISSING", "SR-TRACE-INDEX"),
+         ("SR-LOAD-STEP", "SR-UPD-INDEX", "SR-UPD-MISSING", "SR-TRACE-INDEX"),
          "do the counters go on where they stood?"),
     Rule("optimizer", (_LOAD, *_UPDATES),
          ("SR-LOAD-OPT", "SR-LOAD-GROUP", "SR-LOAD-CLASS", "SR-UPD-SCALE", "SR-UPD-SKIPPED"),

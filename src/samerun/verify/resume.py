@@ -6,7 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from samerun.core.state import LogicalState, ParamGroup, Role, TensorEntry
 from samerun.errors import Problem, Severity, has_errors
@@ -163,7 +163,8 @@ def _check_group_slots(group: ParamGroup, slots: Mapping[str, set[str]]) -> list
         problems.append(
             Problem(
                 "SR-OPT-NOSTATE",
-                f"{len(without)} of {len(group.params)} parameters of a group have no optimizer state: {_some(without)}",
+                f"{len(without)} of {len(group.params)} parameters of a group have no optimizer state: "
+                f"{_some(without)}",
                 severity=Severity.WARNING,
                 where={"tensor": without[0]},
                 hint="right for frozen or never-used parameters; if these are trained, their moments were not saved",
@@ -203,7 +204,7 @@ def _check_slot_tensors(state: LogicalState) -> list[Problem]:
                 f"{len(narrow)} moments are stored with fewer bits than their parameters: {_some(narrow)}",
                 severity=Severity.WARNING,
                 where={"tensor": narrow[0]},
-                hint="if the run keeps them wider, they were rounded on saving and the resumed run differs from the start",
+                hint="if the run keeps them wider, they were rounded on saving and the resumed run differs at once",
             )
         )
     return problems

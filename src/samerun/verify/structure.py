@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,7 @@ def inspect_checkpoint(
     state = checkpoint.state
     problems = [*state.problems, *check_coverage(state)]
     intact: bool | None = None
+    digests: dict[str, str] | None = None
     num_files = 1
     if isinstance(checkpoint, Inspectable):
         num_files = checkpoint.num_files
@@ -130,6 +132,7 @@ def inspect_checkpoint(
             intact = payloads.intact
             problems += payloads.problems
         problems += check_values(checkpoint)
+        digests = _digests(checkpoint)
     planned = plan_destination(state, destination) if destination is not None else None
     if planned is not None:
         problems += check_destination(state, planned)
@@ -144,7 +147,19 @@ def inspect_checkpoint(
         resumable=judge_resumable(state, problems),
         num_files=num_files,
         destination=planned,
+        digests=digests,
     )
+
+
+def _digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """Digests every tensor that can be read; what cannot is named by other checks."""
+    from samerun.verify.digest import digest_tensor
+
+    digests: dict[str, str] = {}
+    for key in checkpoint.state.tensors:
+        with contextlib.suppress(FormatError):
+            digests[key] = digest_tensor(checkpoint, key)
+    return digests
 
 
 def _unreported(found: list[Problem], known: list[Problem]) -> list[Problem]:

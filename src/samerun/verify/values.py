@@ -147,7 +147,8 @@ def _check_silent(state: LogicalState, silent: list[str]) -> list[Problem]:
     return [
         Problem(
             "SR-VAL-ZERO",
-            f"{len(silent)} of {len(moments)} moments are zero everywhere after {state.progress.update} updates: {shown}",
+            f"{len(silent)} of {len(moments)} moments are zero everywhere after {state.progress.update} updates: "
+            f"{shown}",
             severity=Severity.ERROR if len(silent) == len(moments) else Severity.WARNING,
             where={"tensor": silent[0]},
             hint="right for parameters that never had a gradient; otherwise the optimizer was made anew before saving",

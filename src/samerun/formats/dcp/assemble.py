@@ -45,7 +45,7 @@ class Assembled:
 
 def assemble_state(root: Path, index: Index, metadata: tuple[Path, ...], maps: MappedFiles) -> Assembled:
     """Builds the logical state of an opened directory. Reads small objects, no tensor of the model."""
-    files, problems = find_files(root, index.files)
+    files, problems = find_files(root, index)
     placing, readable = check_places(index, files, _smallest_items(index))
     items = Items(index, files, readable, maps)
     problems = [*index.problems, *problems, *placing, *check_places_given(index, items)]
@@ -69,7 +69,7 @@ def _smallest_items(index: Index) -> Ints:
 
 
 def check_places_given(index: Index, items: Items) -> list[Problem]:
-    """Checks that every chunk with values and every object has a place, and that its bytes are as torch.save left them."""
+    """Checks that every chunk with values and every object has a place, and bytes as torch.save left them."""
     problems: list[Problem] = []
     for tensor in index.tensors:
         lost = (tensor.rows == NOWHERE) & (tensor.tiling.sizes > 0).all(axis=1)
@@ -319,7 +319,7 @@ def _twice(key: str, first: str, second: str) -> Problem:
         severity=Severity.ERROR,
         expected=first,
         found=second,
-        hint="a model was saved both wrapped and unwrapped, or two optimizers share names; only one can be resumed from",
+        hint="a model was saved wrapped and unwrapped, or two optimizers share names; a run resumes from one of them",
     )
 
 

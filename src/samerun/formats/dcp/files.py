@@ -29,23 +29,24 @@ class DataFile:
     modified_ns: int = 0
 
 
-def find_files(root: Path, names: Iterable[str]) -> tuple[tuple[DataFile, ...], list[Problem]]:
-    """Looks every named file up below `root`, without opening any.
+def find_files(root: Path, index: Index) -> tuple[tuple[DataFile, ...], list[Problem]]:
+    """Looks every file that the index names up below `root`, without opening any.
 
     A name that is absolute, climbs out of the directory, or leads out of it through a link is refused.
     """
     real_root = os.path.realpath(root)
+    counts = np.bincount(index.places.file, minlength=len(index.files)).tolist()
     files: list[DataFile] = []
     problems: list[Problem] = []
-    for name in names:
-        problem, found = _find_file(root, real_root, name)
+    for name, count in zip(index.files, counts, strict=True):
+        problem, found = _find_file(root, real_root, name, count)
         files.append(found)
         if problem is not None:
             problems.append(problem)
     return tuple(files), problems
 
 
-def _find_file(root: Path, real_root: str, name: str) -> tuple[Problem | None, DataFile]:
+def _find_file(root: Path, real_root: str, name: str, count: int) -> tuple[Problem | None, DataFile]:
     relative = PurePosixPath(name)
     path = root / name if not relative.is_absolute() else root / relative.name
     absent = DataFile(name, path, None)
@@ -55,9 +56,9 @@ def _find_file(root: Path, real_root: str, name: str) -> tuple[Problem | None, D
         found = os.stat(path)
         real = os.path.realpath(path)
     except (FileNotFoundError, NotADirectoryError):
-        return _missing(path), absent
+        return _missing(root, path, count, "is not there"), absent
     except OSError as error:
-        return _unreachable(path, error), absent
+        return _missing(root, path, count, f"cannot be reached: {error.strerror}"), absent
     if not real.startswith(real_root.rstrip("/") + "/"):
         return _escapes(root, name, "the file is a link that leads out of the checkpoint's directory"), absent
     if not stat.S_ISREG(found.st_mode):
@@ -74,22 +75,28 @@ def _escapes(root: Path, name: str, message: str) -> Problem:
     )
 
 
-def _missing(path: Path) -> Problem:
+def _missing(root: Path, path: Path, count: int, what: str) -> Problem:
+    beside = _beside(root, path.name)
+    gather = "If ranks wrote to disks of their own, gather every rank's files into one directory first"
     return Problem(
         "SR-FILE-MISSING",
-        "a file that the metadata names is not there",
+        f"a file that the metadata names {what}: {count} items are lost",
         where={"file": str(path)},
-        hint=f"{_RESTORE}. If ranks wrote to disks of their own, gather every rank's files into one directory first",
+        hint=f"a file of that name lies in {beside}: a save that was not moved into place?"
+        if beside
+        else f"{_RESTORE}. {gather}",
     )
 
 
-def _unreachable(path: Path, error: OSError) -> Problem:
-    return Problem(
-        "SR-FILE-MISSING",
-        f"a file that the metadata names cannot be reached: {error.strerror}",
-        where={"file": str(path)},
-        hint=_RESTORE,
-    )
+def _beside(root: Path, name: str) -> str:
+    """Returns a temporary-looking directory beside the checkpoint that holds a file of that name, or nothing."""
+    stem = root.name.strip("._")
+    try:
+        with os.scandir(root.absolute().parent) as entries:
+            folders = [entry.path for _, entry in zip(range(1_000), entries, strict=False) if stem in entry.name]
+    except OSError:
+        return ""
+    return next((path for path in folders if path != str(root.absolute()) and os.path.isfile(f"{path}/{name}")), "")
 
 
 def _special(path: Path) -> Problem:

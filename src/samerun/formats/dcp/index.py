@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import io
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -66,7 +66,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One pickled object, saved in `row` of the index's places. Ranks that did not coordinate may each have saved it."""
+    """One pickled object and its rows in the index's places: several where ranks each saved it for themselves."""
 
     name: str
     path: tuple[str | int, ...]
@@ -106,7 +106,7 @@ class _Bytes(_Record):
 
 class _Properties(_Record):
     def __setstate__(self, state: Any) -> None:
-        self.__dict__["state"] = state
+        vars(self)["state"] = state
 
 
 class _Key(_Record):
@@ -225,13 +225,12 @@ def _text(value: Any, name: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _paths(paths: Any) -> Any:
+def _paths(paths: Any) -> Callable[[str], tuple[str | int, ...]]:
     """Returns a function from a flat name to its path in the saved state dict; (name,) where none is recorded."""
-    if type(paths) is not dict:
-        return lambda name: (name,)
+    known: dict[Any, Any] = paths if type(paths) is dict else {}
 
     def path_of(name: str) -> tuple[str | int, ...]:
-        path = paths.get(name)
+        path = known.get(name)
         if type(path) is tuple and path and all(type(part) in (str, int) for part in path):
             return path
         return (name,)

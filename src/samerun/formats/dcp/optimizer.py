@@ -7,6 +7,7 @@ Three encodings are in use. The state-dict API of torch nests by name (`optim.st
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,8 +86,8 @@ def read_optimizer(
     group_names = [name for name in names if name == group_stem or name.startswith(f"{group_stem}.")]
     slots = [_slot(name, name[len(state_stem) :], paths.get(name, ()), model_fqns) for name in state_names]
     rest = [(name, name[len(group_stem) + 1 :]) for name in group_names]
-    flattened = any(tail and not tail.split(".")[0].isdigit() for _, tail in rest)
-    positional = bool(slots) and all(slot.fqn.isdigit() for slot in slots)
+    flattened = bool(rest) and not _is_nested(rest, paths)
+    positional = bool(slots) and all(slot.fqn.isdigit() and slot.fqn not in model_fqns for slot in slots)
     numbered = _flattened_groups(rest, model_fqns, read) if flattened else _nested_groups(rest, read)
     groups, names_by_number = _name_groups(numbered)
     if positional:
@@ -98,6 +99,14 @@ def read_optimizer(
         frozenset({*state_names, *group_names}),
         positional and not names_by_number,
         flattened,
+    )
+
+
+def _is_nested(rest: list[tuple[str, str]], paths: Mapping[str, tuple[str | int, ...]]) -> bool:
+    """Whether groups are a list. Names alone do not tell: parameters of a Sequential begin with a number too."""
+    return any(
+        not tail or re.match(r"\d+\.params(?:$|\.)", tail) or any(type(part) is int for part in paths.get(name, ()))
+        for name, tail in rest
     )
 
 

@@ -47,7 +47,8 @@ def find_ties(
 def _match(
     owners: list[str], aliases: list[str], stored: Mapping[str, StoredTensor], items: Items
 ) -> dict[str, tuple[str, ...]]:
-    prints = {print_: key for key in reversed(owners) if (print_ := fingerprint(stored[key], items)) is not None}
+    prints = {fingerprint(stored[key], items): key for key in reversed(owners)}
+    prints.pop(None, None)
     found: dict[str, list[str]] = {}
     for alias in aliases:
         owner = prints.get(fingerprint(stored[alias], items))

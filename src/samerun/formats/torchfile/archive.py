@@ -10,6 +10,7 @@ import mmap
 import struct
 import zlib
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _MAX_COMMENT_BYTES = 65_535
+
+# Entries that torch.save writes and nothing here needs.
+_UNUSED = frozenset({".format_version", ".storage_alignment", "version", ".data/serialization_id"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +158,14 @@ def _read_entry(
         packed, size, offset = _wide_fields(file, extra, packed, size, offset)
     if method != 0 or packed != size or flags & 0x2041:
         raise _bad(file, "an entry of the archive is compressed or encrypted")
-    data = _payload_offset(buffer, file, start + offset, raw_name)
-    if data + size > directory:
-        raise _bad(file, "an entry of the archive reaches beyond its payload")
     folder, _, name = raw_name.decode("utf-8", "surrogateescape").partition("/")
-    if not folder or not name or name in records:
-        raise _bad(file, f"the archive names {name or folder!r} twice or outside its folder")
-    records[name] = Record(data, size, crc)
+    if name not in _UNUSED:
+        data = _payload_offset(buffer, file, start + offset, raw_name)
+        if data + size > directory:
+            raise _bad(file, "an entry of the archive reaches beyond its payload")
+        if not folder or not name or name in records:
+            raise _bad(file, f"the archive names {name or folder!r} twice or outside its folder")
+        records[name] = Record(data, size, crc)
     return names + name_bytes + extra_bytes + comment_bytes
 
 
@@ -189,7 +194,7 @@ def _payload_offset(buffer: mmap.mmap | bytes, file: Path, local: int, name: byt
 
 def _check_overlap(file: Path, records: dict[str, Record]) -> None:
     spans = sorted((record.offset_bytes, record.offset_bytes + record.num_bytes) for record in records.values())
-    for (_, stop), (start, _) in zip(spans, spans[1:], strict=False):
+    for (_, stop), (start, _) in pairwise(spans):
         if start < stop:
             raise _bad(file, "entries of the archive overlap")
 

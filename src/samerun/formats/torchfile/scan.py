@@ -1,9 +1,9 @@
 """The opcode scan: decides, before anything is built, whether a pickle can be decoded in bounded memory and time.
 
 Python's own unpickler calls whatever a pickle names; `unpickle` takes care of that by naming only inert things. What is
-left are pickles that exhaust the decoder itself: a seven-byte one asks for a memo of four billion entries, deeply nested
-tuples overflow the C stack when they are hashed, tuples of -1 and -2 all hash alike and make a dictionary quadratic.
-This scan walks the opcodes once, keeping only nesting depths, and refuses those. The same function runs as plain Python
+left are pickles that exhaust the decoder itself: a seven-byte one asks for a memo of four billion entries, deeply
+nested tuples overflow the C stack when they are hashed, tuples of -1 and -2 all hash alike and make a dictionary
+quadratic. This scan walks the opcodes once, keeping only nesting depths, and refuses those. The same function runs as plain Python
 for small pickles and compiled by numba for large ones, so that a `.metadata` with a million chunks is scanned in a
 fraction of the time that decoding it takes.
 """
@@ -199,7 +199,7 @@ def _scan(data: Any, tables: Any, stack: Any, marks: Any, memo: Any) -> tuple[in
                     return UNDERFLOW, start
                 if depth >= stack[height - 1]:
                     stack[height - 1] = depth + 1
-        elif special == _GET1 or special == _GET4:
+        elif special in (_GET1, _GET4):
             index = data[position] * 1
             if special == _GET4:
                 index += data[position + 1] * 256 + data[position + 2] * 65536 + data[position + 3] * 16777216
@@ -228,7 +228,7 @@ def _scan(data: Any, tables: Any, stack: Any, marks: Any, memo: Any) -> tuple[in
                 height -= 1
         else:
             index = num_memo
-            if special == _PUT1 or special == _PUT4:
+            if special in (_PUT1, _PUT4):
                 index = data[position] * 1
             if special == _PUT4:
                 index += data[position + 1] * 256 + data[position + 2] * 65536 + data[position + 3] * 16777216

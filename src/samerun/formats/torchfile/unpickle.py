@@ -83,25 +83,25 @@ class Stub(metaclass=Locked):
 
     def __new__(cls, *args: Any, **named: Any) -> Stub:
         stub = object.__new__(cls)
-        stub.__dict__ = {"args": args, "named": named, "state": None, "items": [], "pairs": []}
+        vars(stub).update(args=args, named=named, state=None, items=[], pairs=[])
         return stub
 
     def __init__(self, *args: Any, **named: Any) -> None:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        self.__dict__["state"] = state
+        vars(self)["state"] = state
 
     def append(self, item: Any) -> None:
-        self.__dict__["items"].append(item)
+        vars(self)["items"].append(item)
 
     add = append
 
     def extend(self, items: Any) -> None:
-        self.__dict__["items"].extend(items)
+        vars(self)["items"].extend(items)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.__dict__["pairs"].append((key, value))
+        vars(self)["pairs"].append((key, value))
 
 
 class _Persistent:
@@ -158,13 +158,28 @@ def decode_pickle(data: bytes, name: str) -> Decoded:
     Raises:
         CorruptCheckpoint: if it is malformed or hostile.
     """
+    known = _decoded.get(data)
+    if known is not None:
+        return known
     end = scan_pickle(data, name)
     try:
-        raw = RestrictedUnpickler(io.BufferedReader(io.BytesIO(data[:end]))).load()  # pyright: ignore[reportArgumentType]
+        stream = io.BufferedReader(io.BytesIO(data[:end]))  # pyright: ignore[reportArgumentType]
+        raw = RestrictedUnpickler(stream).load()
         converter = _Converter()
-        return Decoded(converter.plain(raw), tuple(sorted(converter.unknown)))
+        decoded = Decoded(converter.plain(raw), tuple(sorted(converter.unknown)))
     except DECODING_ERRORS as error:
         raise broken_pickle(name, error) from None
+    if len(data) <= _KEPT_BYTES and isinstance(decoded.value, TensorRef | bool | int | float | str | None):
+        if len(_decoded) > _KEPT:
+            _decoded.clear()
+        _decoded[data] = decoded
+    return decoded
+
+
+# A checkpoint repeats the same few small pickles for thousands of items: equal shapes, equal hyperparameters. Only
+# immutable values are kept.
+_decoded: dict[bytes, Decoded] = {}
+_KEPT, _KEPT_BYTES = 4_096, 512
 
 
 def broken_pickle(name: str, error: BaseException) -> CorruptCheckpoint:
