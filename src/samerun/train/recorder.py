@@ -40,8 +40,8 @@ Norms = Literal["every", "after-save", "never"]
 _LARGEST_LOGITS = 1 << 22  # elements kept of an evaluation's logits
 
 # Recorded models stay alive until the interpreter ends. When the last reference to a DDP model goes, torch 2.13 joins
-# gloo's threads with the GIL held; a thread that is still finishing the last collective needs the GIL, and the job hangs
-# at its very end.
+# gloo's threads with the GIL held; a thread that is still finishing the last collective needs the GIL, and the job
+# hangs at its very end.
 _kept_alive: list[Any] = []
 
 
@@ -70,7 +70,9 @@ class Recorder:
     ) -> None:
         if norms not in ("every", "after-save", "never"):
             raise UsageError(
-                Problem("SR-REC-USE", f"norms={norms!r}", expected="every, after-save or never", found=norms)
+                Problem(
+                    "SR-REC-USE", f"there is no norms={norms!r}", hint="it is every, after-save or never", found=norms
+                )
             )
         self._directory = Path(dir) if dir is not None else None
         self._launch = _launch
@@ -406,7 +408,12 @@ def _read_layout(layout: Layout | Mapping[str, int] | str | None) -> Layout | No
         return Layout.parse(layout) if isinstance(layout, str) else Layout.from_dict(layout)
     except ValueError as error:
         raise UsageError(
-            Problem("SR-REC-USE", f"attach was given an unusable layout: {error}", found=repr(layout))
+            Problem(
+                "SR-REC-USE",
+                f"attach was given an unusable layout: {error}",
+                hint="name ranks along each axis, such as tp=2,dp_shard=4",
+                found=repr(layout),
+            )
         ) from None
 
 
