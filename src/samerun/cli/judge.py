@@ -67,7 +67,7 @@ def print_verdict(body: Mapping[str, Any], rundir: Path) -> None:
         out.print(Text("\nto be looked at", style="bold"))
         print_grouped(warnings, out, "verdict.json")
     out.print(Text(f"\n{body['verdict'].upper()}", style=_STYLE[body["verdict"]]).append(_tail(body), style="default"))
-    out.print(Text(f"{rundir / 'verdict.json'}", style="dim"))
+    out.print(Text(f"record {rundir / 'verdict.json'}; pictures: samerun report {rundir}", style="dim"))
 
 
 def print_grouped(problems: Sequence[Problem], console: Console, record: str) -> None:

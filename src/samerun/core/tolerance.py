@@ -41,8 +41,8 @@ GROWTH: Mapping[str, float] = {
 }
 """How many unit round-offs of difference are ordinary for each metric when only the order of sums changed.
 
-Measured between layouts (4 ranks to 3, 2, TP 2 x DP 2, HSDP 2 x 2) on a small GPT, clean moves use at most 0.15 of their
-band in fp32 and 0.46 in bf16; `docs/judging.md` has the table."""
+Measured between layouts (4 ranks to 3, 2, TP 2 x DP 2, HSDP 2 x 2) on a small GPT, clean moves use at most 0.15 of
+their band in fp32 and 0.46 in bf16; `docs/judging.md` has the table."""
 
 SINGLE = frozenset({"eval_loss", "eval_logits"})
 """Metrics of single examples: nothing is averaged, whatever the size of an update."""

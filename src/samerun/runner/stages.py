@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samerun.core.tolerance import Band
-from samerun.errors import FormatError, Problem, Severity, has_errors
+from samerun.errors import FormatError, Problem, Severity, UsageError, has_errors
 from samerun.manifest.models import Manifest
 from samerun.plan.migration import MigrationPlan
 from samerun.runner.assess import (
@@ -412,7 +412,10 @@ def _at_control(problem: Problem, name: str) -> Problem:
 def _assess_controls(work: Work, plan: MigrationPlan, stage: Path) -> tuple[list[Problem], dict[str, Any]]:
     manifest = work.manifest
     folders = control_traces(manifest, stage)
-    controls = read_controls(folders)
+    try:
+        controls = read_controls(folders)
+    except UsageError as error:
+        return list(error.problems), {}
     problems = check_controls(
         controls,
         first_update=plan.first_update,
