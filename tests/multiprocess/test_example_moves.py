@@ -23,9 +23,9 @@ SMALL = ("--size", "tiny", "--global-batch", "14", "--max-microbatch", "3", "--w
 def torchrun(ranks: int, script: Path, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SAMERUN_")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TOP / "src"), **variables}
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     return subprocess.run(
-        [*(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))]
-        + [str(script), *map(str, arguments)],
+        [*launcher, str(script), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=800,
