@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.observations import make_evaluation, make_header, make_job_plan, make_observed
 
 from samerun.core.mesh import Layout
 from samerun.core.tolerance import band_from_user
 from samerun.verify.evaluate import check_evaluation, evaluation_of, logit_deviation, loss_deviation
 from samerun.verify.job import Outcome, check_job, check_outcome, describe_status
 from samerun.verify.observed import Observed
+from support.observations import make_evaluation, make_header, make_job_plan, make_observed
 
 THREE = Layout(dp_shard=3)
 HYBRID = Layout(dp_replicate=2, dp_shard=2)
@@ -58,7 +58,6 @@ def test_another_stage() -> None:
     [
         {"layout": {"dp_shard": 4}},
         {"declared_layout": {"dp_shard": 4}},
-        {"layout": None},
         {"layout": {"nonsense": 4}},
         {"coordinate": {"dp_replicate": 1, "dp_shard": 1}},
     ],
@@ -69,11 +68,16 @@ def test_another_layout_at_the_same_world_size(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"global_batch": 9}, {"passes": 1}, {"replicas": 4}, {"microbatches": [[2, 2, 2], [2, 2, 1], [0, 0, 1]]}, None],
+    [{"global_batch": 9}, {"passes": 1}, {"replicas": 4}, {"microbatches": [[2, 2, 2], [2, 2, 1], [0, 0, 1]]}],
 )
-def test_another_batch(wrong: dict[str, Any] | None) -> None:
-    batch = None if wrong is None else {**(make_header(0, THREE).batch or {}), **wrong}
+def test_another_batch(wrong: dict[str, Any]) -> None:
+    batch = {**(make_header(0, THREE).batch or {}), **wrong}
     assert job_codes(with_headers(THREE, batch=batch)) == ["SR-JOB-BATCH"]
+
+
+def test_a_job_that_does_not_say_what_it_is() -> None:
+    assert job_codes(with_headers(THREE, batch=None)) == ["SR-JOB-UNREPORTED"]
+    assert job_codes(with_headers(HYBRID, layout=None, declared_layout=None), HYBRID) == ["SR-JOB-UNREPORTED"]
 
 
 def test_outcomes() -> None:

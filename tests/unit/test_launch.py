@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from samerun.errors import ExecutionError
+from samerun.errors import UsageError
 from samerun.runner.launch import (
     QUIET,
     TOKEN,
@@ -147,7 +147,7 @@ def test_words_keep_their_spaces_and_braces() -> None:
     )
     assert words == ("p", "train.py", "--resume", "/a b", "a b", "--x", "{1}")
     for bad in ("python 'train.py", ""):
-        with pytest.raises(ExecutionError, match="SR-RUN-COMMAND"):
+        with pytest.raises(UsageError, match="SR-RUN-COMMAND"):
             fill_command(bad, {})
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.observations import BATCH, COUNT, FIRST, TENSORS, make_evaluation, make_observed, make_state, make_update
 
 from samerun.errors import Problem, Severity
 from samerun.manifest.models import Tolerances
 from samerun.verify.bands import Controls, check_controls, complete_reference, plan_bands, split_bands
 from samerun.verify.observed import Observed
 from samerun.verify.updates import WindowPlan, check_end, compare_window
+from support.observations import BATCH, COUNT, FIRST, TENSORS, make_evaluation, make_observed, make_state, make_update
 
 NOISE = 1e-7
 BOUNDARIES = (("log", 10), ("eval", 20))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,12 @@ import click
 from samerun.cli.output import emit_json, print_problems, stdout_console
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
+
+    from samerun.errors import Problem
+
+SHOWN_PER_CODE = 3
 
 _STYLE = {"promote": "bold green", "reject": "bold red", "abstain": "bold yellow"}
 _MARK = {True: ("holds", "green"), False: ("fails", "bold red"), None: ("not reached", "dim")}
@@ -56,14 +61,25 @@ def print_verdict(body: Mapping[str, Any], rundir: Path) -> None:
     out.print(_criteria_table(body))
     if body["reasons"]:
         out.print(Text("\nreasons, causes first", style="bold"))
-        for reason in body["reasons"]:
-            print_problems([problem_from_json(reason)], out)
+        print_grouped([problem_from_json(reason) for reason in body["reasons"]], out, "verdict.json")
     warnings = [problem_from_json(item) for item in body["remarks"] if item["severity"] == "warning"]
     if warnings:
         out.print(Text("\nto be looked at", style="bold"))
-        print_problems(warnings, out)
+        print_grouped(warnings, out, "verdict.json")
     out.print(Text(f"\n{body['verdict'].upper()}", style=_STYLE[body["verdict"]]).append(_tail(body), style="default"))
-    out.print(Text(f"{rundir / 'verdict.json'}", style="dim"))
+    out.print(Text(f"record {rundir / 'verdict.json'}; pictures: samerun report {rundir}", style="dim"))
+
+
+def print_grouped(problems: Sequence[Problem], console: Console, record: str) -> None:
+    """Prints findings in their order, but of each code only a few: one cause can make a finding of every tensor."""
+    from rich.text import Text
+
+    for code in dict.fromkeys(problem.code for problem in problems):
+        group = [problem for problem in problems if problem.code == code]
+        print_problems(group[:SHOWN_PER_CODE], console)
+        if len(group) > SHOWN_PER_CODE:
+            more = len(group) - SHOWN_PER_CODE
+            console.print(Text(f"        and {more} more of {code}, all in {record}", style="dim"))
 
 
 def _criteria_table(body: Mapping[str, Any]) -> Table:

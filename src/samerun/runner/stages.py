@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samerun.core.tolerance import Band
-from samerun.errors import FormatError, Problem, Severity, has_errors
+from samerun.errors import FormatError, Problem, Severity, UsageError, has_errors
 from samerun.manifest.models import Manifest
 from samerun.plan.migration import MigrationPlan
 from samerun.runner.assess import (
@@ -389,11 +389,11 @@ def _cost(manifest: Manifest, count: int, seconds: float | None) -> str:
 def _about_control(problem: Problem, name: str) -> Problem:
     """A job that is wrong as a control judges nobody; it says nothing about a candidate. Writing files is worse."""
     if problem.severity is not Severity.ERROR or problem.code == "SR-JOB-WROTE":
-        return replace(problem, where={**problem.where, "file": problem.where.get("file", name)})
+        return replace(problem, where={**problem.where, "control": name})
     return Problem(
         "SR-CONTROL-JOB",
         f"the control did not run as planned: {problem.code} {problem.message}",
-        where={**problem.where, "stage": "control", "file": name},
+        where={**problem.where, "stage": "control", "control": name},
         expected=problem.expected,
         found=problem.found,
         hint=problem.hint,
@@ -405,14 +405,17 @@ def _at_control(problem: Problem, name: str) -> Problem:
     return replace(
         problem,
         message=f"{problem.message} (on the source's own layout)",
-        where={**problem.where, "stage": "control", "file": name},
+        where={**problem.where, "stage": "control", "control": name},
     )
 
 
 def _assess_controls(work: Work, plan: MigrationPlan, stage: Path) -> tuple[list[Problem], dict[str, Any]]:
     manifest = work.manifest
     folders = control_traces(manifest, stage)
-    controls = read_controls(folders)
+    try:
+        controls = read_controls(folders)
+    except UsageError as error:
+        return list(error.problems), {}
     problems = check_controls(
         controls,
         first_update=plan.first_update,

@@ -99,7 +99,7 @@ def check_controls(
 
 
 def _check_one(name: str, observed: Observed, indices: range) -> Iterator[Problem]:
-    where = {"stage": "control", "file": name}
+    where = {"stage": "control", "control": name}
     for problem in observed.problems:
         yield Problem(
             "SR-CONTROL-TRACE",
@@ -155,14 +155,14 @@ def _check_evaluations(controls: Controls) -> Iterator[Problem]:
             yield Problem(
                 "SR-CONTROL-EVAL",
                 f"evaluating the fixed examples changed the control's own state: {', '.join(item.changed[:6])}",
-                where={"stage": "control", "file": name},
+                where={"stage": "control", "control": name},
                 hint="the control's updates no longer follow from the checkpoint; use eval mode, no_grad, no sampler",
             )
         if item is not None and not all(math.isfinite(loss) for loss in item.losses):
             yield Problem(
                 "SR-CONTROL-NONFINITE",
                 "the control's loss on a fixed example is not finite",
-                where={"stage": "control", "file": name, "key": "eval"},
+                where={"stage": "control", "control": name, "key": "eval"},
                 hint="the checkpoint holds a value that is not finite, or the examples do not suit the model",
             )
 
@@ -191,7 +191,7 @@ def _check_crossings(reference: Observed, indices: range, boundaries: Sequence[t
 
 def _check_pair(first: str, reference: Observed, name: str, other: Observed, indices: range) -> Iterator[Problem]:
     one, two = reference.by_update(), other.by_update()
-    where = {"stage": "control", "file": name}
+    where = {"stage": "control", "control": name}
     for index in (index for index in indices if index in one and index in two):
         a, b = one[index], two[index]
         if a.ids is not None and b.ids is not None and Counter(a.all_ids()) != Counter(b.all_ids()):

@@ -177,7 +177,7 @@ def _check_layout(headers: Mapping[int, Header], plan: JobPlan) -> list[Problem]
             if axes is not None and (problem := _layout_differs(axes, plan, rank)) is not None:
                 return [problem]
         if header.layout is None:
-            return [_not_reported(plan, rank, "layout", "SR-JOB-LAYOUT", "pass layout= to recorder.attach")]
+            return [_not_reported(plan, rank, "layout", "pass layout= to recorder.attach")]
         expected = plan.layout.coordinate(rank)
         if header.coordinate and {axis: header.coordinate.get(axis, 0) for axis in expected} != expected:
             return [
@@ -218,7 +218,7 @@ def _check_batch(headers: Mapping[int, Header], plan: JobPlan) -> list[Problem]:
     for rank, line in sorted(headers.items()):
         batch = line.batch
         if batch is None:
-            return [_not_reported(plan, rank, "batch", "SR-JOB-BATCH", "pass sampler= to recorder.attach")]
+            return [_not_reported(plan, rank, "batch", "pass sampler= or batch= to recorder.attach")]
         differing = _batch_differences(batch, plan)
         if differing:
             return [
@@ -253,9 +253,9 @@ def _rows(microbatches: Sequence[Sequence[int]]) -> str:
     return " | ".join(",".join(map(str, row)) for row in microbatches)
 
 
-def _not_reported(plan: JobPlan, rank: int, what: str, code: str, hint: str) -> Problem:
+def _not_reported(plan: JobPlan, rank: int, what: str, hint: str) -> Problem:
     return Problem(
-        code,
+        "SR-JOB-UNREPORTED",
         f"the job does not report its {what}, so it cannot be compared with the sealed plan",
         where={"stage": plan.stage, "rank": rank},
         expected=plan.describe(),
