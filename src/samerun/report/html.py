@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from samerun import __version__
 from samerun.core.size import format_size
@@ -79,6 +79,7 @@ def _environment(model: ReportModel, base: str) -> jinja2.Environment:
         "bytes": format_size,
         "thousands": format_thousands,
         "shape": format_shape,
+        "prose": prose,
         "stage_name": stage_name,
         "hue": hue,
     }
@@ -129,6 +130,18 @@ def format_thousands(count: int) -> str:
 def hue(number: int) -> int:
     """Returns the page's colour for a rank, a replica or a part."""
     return number % HUES
+
+
+def prose(text: str) -> Markup:
+    """Returns text of the catalogue with what stands in backticks as code.
+
+    >>> str(prose("set `a < b`"))
+    'set <code>a &lt; b</code>'
+    """
+    parts = [
+        Markup("<code>{}</code>").format(part) if odd % 2 else escape(part) for odd, part in enumerate(text.split("`"))
+    ]
+    return Markup("").join(parts)
 
 
 def stage_name(path: str) -> str:

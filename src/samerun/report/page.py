@@ -38,15 +38,28 @@ _WORDS: Mapping[str | None, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One finding with its explanation. `alike` counts further ones of the same code that are not spelled out."""
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One finding of a group: the finding, and its place in words."""
 
     problem: Problem
-    stage: Stage | None
     place: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Findings of one code, severity and stage, with their explanation. `more` counts those not spelled out.
+
+    `hint` is set where it is the same for all.
+    """
+
+    code: str
+    severity: str
+    stage: Stage | None
     entry: Entry | None
-    alike: int = 0
+    instances: tuple[Instance, ...]
+    more: int
+    hint: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,17 +211,15 @@ class Page:
 
 def plan_page(model: ReportModel) -> Page:
     """Returns the page for what was read."""
-    reasons = model.verdict.reasons if model.verdict else _blocking(model)
-    by_problem = {id(problem): stage for stage, problem in model.findings}
-    staged = [(_stage_of(model, problem, by_problem), problem) for problem in reasons]
+    reasons = _reasons(model)
     return Page(
         title=model.manifest.run.name if model.manifest else model.root.name,
         model=model,
         headline=_headline(model),
         answers=tuple(_answer(item) for item in _criteria(model) if not _is_metric(item)),
         uses=tuple(_use(item) for item in _criteria(model) if _is_metric(item)),
-        reasons=tuple(_group(staged)),
-        findings=tuple(_group(_all_findings(model))),
+        reasons=tuple(_group(reasons)),
+        findings=tuple(_group(_further_findings(model, reasons))),
         transition=_transition(model),
         checkpoint=_checkpoint(model.inspected),
         state=view_state(model),
@@ -230,41 +241,54 @@ def draw_chart(chart: Chart) -> DrawnChart:
     )
 
 
-def _blocking(model: ReportModel) -> list[Problem]:
-    return [problem for _, problem in model.findings if problem.severity is Severity.ERROR]
+Staged = tuple[Stage | None, Problem]
 
 
-def _all_findings(model: ReportModel) -> list[tuple[Stage | None, Problem]]:
-    found: list[tuple[Stage | None, Problem]] = list(model.findings)
-    known = [problem for _, problem in found]
-    if model.verdict:
-        further = (*model.verdict.reasons, *model.verdict.remarks)
-        found += [(None, problem) for problem in further if problem not in known]
-    return sorted(found, key=lambda item: list(Severity).index(item[1].severity))
+def _reasons(model: ReportModel) -> list[Staged]:
+    """Returns what led to the verdict, in its order; without a verdict, what blocks."""
+    if model.verdict is None:
+        return [(stage, problem) for stage, problem in model.findings if problem.severity is Severity.ERROR]
+    return [(_stage_of(model, problem), problem) for problem in model.verdict.reasons]
 
 
-def _stage_of(model: ReportModel, problem: Problem, known: Mapping[int, Stage]) -> Stage | None:
-    if id(problem) in known:
-        return known[id(problem)]
+def _stage_of(model: ReportModel, problem: Problem) -> Stage | None:
     return next((stage for stage, other in model.findings if other == problem), None)
 
 
-def _group(items: Iterable[tuple[Stage | None, Problem]]) -> Iterator[Finding]:
-    """Yields findings in order; of many with one code the last one shown carries how many more there are."""
-    by_code: dict[tuple[str, str], list[tuple[Stage | None, Problem]]] = {}
+def _further_findings(model: ReportModel, reasons: Sequence[Staged]) -> list[Staged]:
+    """Returns everything that is not among the reasons, worst first."""
+    told = [problem for _, problem in reasons]
+    found: list[Staged] = [(stage, problem) for stage, problem in model.findings if problem not in told]
+    known = [problem for _, problem in found]
+    remarks = model.verdict.remarks if model.verdict else ()
+    found += [(None, problem) for problem in remarks if problem not in known and problem not in told]
+    return sorted(found, key=lambda item: list(Severity).index(item[1].severity))
+
+
+def _group(items: Iterable[Staged]) -> Iterator[Finding]:
+    """Yields findings of one code, severity and stage together, in the order of their first."""
+    groups: dict[tuple[str, str, str], list[Staged]] = {}
     for stage, problem in items:
-        by_code.setdefault((problem.code, stage.name if stage else ""), []).append((stage, problem))
+        groups.setdefault((problem.code, problem.severity.value, stage.name if stage else ""), []).append(
+            (stage, problem)
+        )
     catalog = load_catalog()
-    for group in by_code.values():
-        shown = group[:MAX_SAME_FINDINGS]
-        for number, (stage, problem) in enumerate(shown, start=1):
-            yield Finding(
-                problem=problem,
-                stage=stage,
-                place=", ".join(f"{name} {value}" for name, value in problem.where.items()),
-                entry=catalog.get(problem.code),
-                alike=len(group) - len(shown) if number == len(shown) else 0,
-            )
+    for (code, severity, _), group in groups.items():
+        hints = {problem.hint for _, problem in group}
+        yield Finding(
+            code=code,
+            severity=severity,
+            stage=group[0][0],
+            entry=catalog.get(code),
+            instances=tuple(Instance(problem, _place(problem)) for _, problem in group[:MAX_SAME_FINDINGS]),
+            more=max(0, len(group) - MAX_SAME_FINDINGS),
+            hint=hints.pop() if len(hints) == 1 else "",
+        )
+
+
+def _place(problem: Problem) -> str:
+    """Returns where a finding is, without the stage, which its group names."""
+    return ", ".join(f"{name} {value}" for name, value in problem.where.items() if name != "stage")
 
 
 _METRIC = "numerics."
@@ -339,17 +363,23 @@ def _sentence(model: ReportModel, decision: str | None) -> str:
         )
     failed = next((stage for stage in model.stages if stage.status == "fail"), None)
     if verdict is not None and decision == "reject":
-        number = len(verdict.reasons)
-        others = f", and {number - 1} further findings" if number > 1 else ""
-        first = verdict.reasons[0].message if verdict.reasons else "a criterion failed"
-        return f"{first}{others}."
+        return _first_reason(verdict.reasons)
     if verdict is not None:
-        first = verdict.reasons[0].message if verdict.reasons else "evidence is missing"
-        return f"Nothing failed, but what was seen does not suffice: {first}."
+        return f"Nothing failed, but what was seen does not suffice. {_first_reason(verdict.reasons)}"
     if failed is not None:
         return f"There is no verdict yet. Stage {failed.name} failed, and later stages were not run."
     done = ", ".join(stage.name for stage in model.stages if stage.status == "pass")
     return f"There is no verdict yet; done so far: {done}." if done else "No stage has been finished yet."
+
+
+def _first_reason(reasons: Sequence[Problem]) -> str:
+    if not reasons:
+        return "The record names no reason."
+    first, others = reasons[0], len(reasons) - 1
+    entry = load_catalog().get(first.code)
+    message = first.message.partition("\n")[0].rstrip(":.")
+    text = f"{entry.title}: {message}" if entry else message
+    return text + (f" (and {others} further finding{'s' * (others > 1)})." if others else ".")
 
 
 def _validated(validated: Mapping[str, Any]) -> str:

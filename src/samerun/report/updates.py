@@ -114,7 +114,7 @@ def band_note(band: Band | None) -> str:
         return f"limit from the manifest: {band.reason}"
     if band.origin == "precision":
         return "the controls agree bit for bit; the limit is the floor"
-    return f"limit: {band.factor:g} × the controls' own, at least {number_text(band.floor)}"
+    return f"limit: {band.factor:g} × control's own, ≥ {number_text(band.floor)}"
 
 
 def _summary(what: str, names: Sequence[str], found: Sequence[Value], limits: Sequence[Value]) -> str:

@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 Norms = Literal["every", "after-save", "never"]
 _LARGEST_LOGITS = 1 << 22  # elements kept of an evaluation's logits
 
+# Recorded models stay alive until the interpreter ends. When the last reference to a DDP model goes, torch 2.13 joins
+# gloo's threads with the GIL held; a thread that is still finishing the last collective needs the GIL, and the job
+# hangs at its very end.
+_kept_alive: list[Any] = []
+
 
 class Recorder:
     """Records a job's updates, evaluations and state into a trace directory (`docs/trace.md`).
@@ -65,7 +70,9 @@ class Recorder:
     ) -> None:
         if norms not in ("every", "after-save", "never"):
             raise UsageError(
-                Problem("SR-REC-USE", f"norms={norms!r}", expected="every, after-save or never", found=norms)
+                Problem(
+                    "SR-REC-USE", f"there is no norms={norms!r}", hint="it is every, after-save or never", found=norms
+                )
             )
         self._directory = Path(dir) if dir is not None else None
         self._launch = _launch
@@ -166,6 +173,7 @@ class Recorder:
         self._writer.write("header", self._header(declared, batch))
         self._watch = self._start_watch()
         atexit.register(self._close_at_exit)
+        _kept_alive.append(model)
 
     def loaded(self, *, update: int) -> None:
         """Says that the state is now that after `update` completed updates: call it after loading, or with 0.
@@ -400,7 +408,12 @@ def _read_layout(layout: Layout | Mapping[str, int] | str | None) -> Layout | No
         return Layout.parse(layout) if isinstance(layout, str) else Layout.from_dict(layout)
     except ValueError as error:
         raise UsageError(
-            Problem("SR-REC-USE", f"attach was given an unusable layout: {error}", found=repr(layout))
+            Problem(
+                "SR-REC-USE",
+                f"attach was given an unusable layout: {error}",
+                hint="name ranks along each axis, such as tp=2,dp_shard=4",
+                found=repr(layout),
+            )
         ) from None
 
 
