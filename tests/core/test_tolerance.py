@@ -97,10 +97,22 @@ def test_the_floor_covers_another_order_of_summation(terms: int, seed: int) -> N
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_a_band_too_wide_to_judge_is_a_finding(metric: str) -> None:
-    wide = band_from_controls(metric, 13, [[0.0, CEILING[metric]]], factor=2, floor=0.0)
-    found = check_band(wide)
+    ceiling = CEILING[metric]
+    noisy = band_from_controls(metric, 13, [[0.0, ceiling / 2]], factor=10, floor=0.0)
+    found = check_band(noisy)
     assert [problem.code for problem in found] == ["SR-CONTROL-NOISY"]
     assert found[0].where["update"] == 14
+    high = band_from_controls(metric, 13, [[0.0, 0.0]], factor=10, floor=2 * ceiling)
+    assert [problem.code for problem in check_band(high)] == ["SR-CONTROL-NOISY"]
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_no_band_from_controls_is_wider_than_its_ceiling(metric: str) -> None:
+    ceiling = CEILING[metric]
+    capped = band_from_controls(metric, 13, [[0.0, ceiling / 4]], factor=10, floor=0.0)
+    assert capped.limits == (0.0, ceiling)
+    assert check_band(capped) == []
+    assert band_from_controls(metric, 13, [[9.0]], factor=10, floor=0.0, absolute=True).limits == (90.0,)
 
 
 def test_a_band_that_judges_or_was_stated_by_a_person_is_none() -> None:

@@ -188,7 +188,7 @@ def test_a_silent_job_is_no_pass(workspace: Workspace) -> None:
 
 def test_what_was_sealed_may_not_change_without_a_reason(workspace: Workspace) -> None:
     text = workspace.manifest.read_text()
-    workspace.manifest.write_text(text.replace("floor: 4e-06", "floor: 4e-03", 1))
+    workspace.manifest.write_text(text.replace("floor: 4.0e-06", "floor: 4.0e-03", 1))
     with pytest.raises(StalePlan, match=r"SR-SEAL-CHANGED.*tolerances\.grad_norm\.floor"):
         workspace.run()
     assert workspace.rundir.manifest.read_text() == text

@@ -75,6 +75,20 @@ def test_another_batch(wrong: dict[str, Any]) -> None:
     assert job_codes(with_headers(THREE, batch=batch)) == ["SR-JOB-BATCH"]
 
 
+def test_what_a_failed_job_said_is_not_what_its_launcher_says_last() -> None:
+    ranks = [
+        "[rank0]: Traceback (most recent call last):",
+        '[rank0]:   File "train.py", line 9',
+        "[rank0]: ValueError: no",
+    ]
+    launcher = ["E1129 18:33 torch/distributed/elastic/agent.py] failed", "Traceback (most recent call last):"]
+    outcome = Outcome(returncode=1, seconds=1.0, tail=(*ranks, *launcher, "ChildFailedError:", "====", "rank : 0"))
+    (failed,) = check_outcome(outcome, "load", timeout_seconds=60)
+    assert failed.message.endswith("it said:\nValueError: no")
+    plain = Outcome(returncode=1, seconds=1.0, tail=("--resume: another config", *launcher))
+    assert check_outcome(plain, "load", timeout_seconds=60)[0].message.endswith("it said:\n--resume: another config")
+
+
 def test_a_job_that_does_not_say_what_it_is() -> None:
     assert job_codes(with_headers(THREE, batch=None)) == ["SR-JOB-UNREPORTED"]
     assert job_codes(with_headers(HYBRID, layout=None, declared_layout=None), HYBRID) == ["SR-JOB-UNREPORTED"]

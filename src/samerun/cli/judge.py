@@ -86,20 +86,22 @@ def _criteria_table(body: Mapping[str, Any]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
+    rows = [_criterion_row(item) for item in body["criteria"]]
     table = Table(box=None, pad_edge=False, show_edge=False)
-    for name, justify in (("criterion", "left"), ("", "left"), ("value", "right"), ("limit", "right"), ("", "left")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for item in body["criteria"]:
-        word, style = _MARK[item["pass"]]
-        reached = item["pass"] is not None
-        table.add_row(
-            item["name"],
-            Text(word, style=style),
-            _number(item["value"]) if reached else "",
-            _number(item["limit"]) if reached else "",
-            Text(item["question"], style="dim"),
-        )
+    for place, heading in enumerate(("criterion", "", "value", "limit")):
+        width = max(len(heading), *(len(row[place]) for row in rows))
+        table.add_column(heading, justify="right" if place > 1 else "left", min_width=width)
+    table.add_column("", no_wrap=True, overflow="ellipsis")
+    for name, word, value, limit, question, style in rows:
+        table.add_row(name, Text(word, style=style), value, limit, Text(question, style="dim"))
     return table
+
+
+def _criterion_row(item: Mapping[str, Any]) -> tuple[str, str, str, str, str, str]:
+    word, style = _MARK[item["pass"]]
+    measured = item["pass"] is not None and (item["value"] or item["limit"])
+    value, limit = (_number(item["value"]), _number(item["limit"])) if measured else ("", "")
+    return item["name"], word, value, limit, item["question"], style
 
 
 def _number(value: Any) -> str:

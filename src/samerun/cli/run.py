@@ -116,7 +116,7 @@ class TerminalProgress:
             self._status.update(self._moving(elapsed_seconds))
         elif time.monotonic() - self._last_beat > HEARTBEAT_SECONDS:
             self._last_beat = time.monotonic()
-            self._say(f"  {elapsed_seconds:.0f} s  {self._last_line[:160]}", "dim")
+            self._say(f"  {elapsed_seconds:.0f} s  {self._last_line[:160] or '(no output yet)'}", "dim")
 
     def job_ends(self, seconds: float, status: str) -> None:
         """How the job ended."""

@@ -58,8 +58,12 @@ CEILING: Mapping[str, float] = {
     "eval_loss": 0.05,
     "eval_logits": 0.1,
 }
-"""Largest relative limit that still judges something. Beyond it a halved learning rate, a reset optimizer or a wrong
-batch could hide inside the band, so the answer is to abstain."""
+"""Largest relative limit that still judges something: beyond it a wrongly scaled gradient, a reset optimizer or a wrong
+batch could hide inside the band. No band from controls is wider."""
+
+SPARE = 3.0
+"""A band must be at least this many times as wide as what the controls themselves differ by. Where the ceiling leaves
+less, an innocent candidate could fail, so the answer is to abstain."""
 
 Origin = Literal["control", "precision", "user"]
 
@@ -189,6 +193,8 @@ def band_from_controls(
 ) -> Band:
     """Returns the band that repeated controls give: `max(floor, factor x running maximum)` at each update.
 
+    A relative band does not become wider than the metric's ceiling.
+
     Args:
         metric: one of `METRICS`.
         first_update: the update that the first deviation belongs to.
@@ -200,11 +206,12 @@ def band_from_controls(
     """
     worst = tuple(max(column) for column in zip(*observed, strict=True))
     largest = running_max(worst)
+    ceiling = math.inf if absolute else max(CEILING[metric], floor)
     return Band(
         metric=metric,
         tensor=tensor,
         first_update=first_update,
-        limits=tuple(max(floor, factor * value) for value in largest),
+        limits=tuple(min(max(floor, factor * value), ceiling) for value in largest),
         origin="control" if max(largest) > 0 else "precision",
         absolute=absolute,
         floor=floor,
@@ -248,7 +255,7 @@ def for_tensor(band: Band, tensor: str) -> Band:
 
 
 def check_band(band: Band) -> list[Problem]:
-    """Returns a finding when the band is too wide to judge anything: the controls disagree with each other too much.
+    """Returns a finding when the band judges nothing: the controls disagree too much, or the floor is too high.
 
     A limit that the user gave is the user's decision and is not questioned; neither is an absolute one, whose scale is
     not known here.
@@ -256,22 +263,21 @@ def check_band(band: Band) -> list[Problem]:
     ceiling = CEILING[band.metric]
     if band.origin == "user" or band.absolute:
         return []
-    too_wide = [index for index, limit in enumerate(band.limits) if limit > ceiling]
-    if not too_wide:
+    spread = running_max(band.observed)
+    noisy = [index for index, value in enumerate(spread) if value * SPARE > ceiling]
+    if not noisy and band.floor <= ceiling:
         return []
-    first = too_wide[0]
+    first = noisy[0] if noisy else 0
     return [
         Problem(
             "SR-CONTROL-NOISY",
-            f"the controls differ so much in {band.metric} that no candidate could be judged by it",
+            f"the controls differ so much in {band.metric} that no candidate could be judged by it"
+            if noisy
+            else f"the floor of {band.metric} is so high that no candidate could be judged by it",
             where={"update": band.first_update + first, "key": band.metric, "stage": "control"},
-            expected=f"a limit of at most {ceiling:g}",
-            found=f"{band.limits[first]:.3g}, from a deviation of {_at(band.observed, first):.3g} between the controls",
+            expected=f"a deviation of at most {ceiling / SPARE:.3g}" if noisy else f"a floor of at most {ceiling:g}",
+            found=f"{spread[first]:.3g}" if noisy else f"{band.floor:.3g}",
             hint="make the run more repeatable (deterministic kernels, fp32, dropout off), shorten the window, or give "
             f"tolerances.{band.metric} your own limit with its reason",
         )
     ]
-
-
-def _at(observed: Sequence[float], index: int) -> float:
-    return max(observed[: index + 1], default=math.nan)

@@ -108,7 +108,7 @@ def trainable_of(body: Mapping[str, Any] | None) -> dict[str, bool] | None:
     return known or None
 
 
-def check_resumed_at(observed: Observed, plan: MigrationPlan, stage: str) -> list[Problem]:
+def check_resumed_at(observed: Observed, first_update: int, stage: str) -> list[Problem]:
     """Returns a finding when the job never reported its loaded state, or says that it stands at another update."""
     state = observed.state("loaded")
     if state is None:
@@ -120,13 +120,13 @@ def check_resumed_at(observed: Observed, plan: MigrationPlan, stage: str) -> lis
                 hint="call recorder.loaded(update=...) right after loading the checkpoint",
             )
         ]
-    if state.update != plan.first_update - 1:
+    if state.update != first_update - 1:
         return [
             Problem(
                 "SR-UPD-INDEX",
                 "the job believes that it stands at another update than the checkpoint",
                 where={"stage": stage, "update": state.update},
-                expected=plan.first_update - 1,
+                expected=first_update - 1,
                 found=state.update,
                 hint="restore the update counter from the checkpoint; it counts completed optimizer steps",
             )

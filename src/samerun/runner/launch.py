@@ -34,7 +34,8 @@ GRACE_SECONDS = 10.0
 """How long a job may take to end after SIGTERM before it is killed."""
 STRAGGLER_SECONDS = 3.0
 """How long workers may outlive their launcher before they count as left behind."""
-TAIL_LINES = 40
+TAIL_LINES = 400
+"""Lines of output that are kept to explain a failure; all of it is in the log."""
 
 QUIET: Mapping[str, str] = {
     "WANDB_MODE": "disabled",

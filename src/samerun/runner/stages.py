@@ -162,7 +162,7 @@ def run_inspect(work: Work) -> StageResult:
     finally:
         checkpoint.close()
     body = report.to_json()
-    problems = [*report.problems, *_check_resumable(work.manifest, body)]
+    problems = [*report.problems, *check_resumable(work.manifest, body)]
     measured = {
         "fingerprint": tree.digest,
         **{name: body.get(name) for name in ("format", "complete", "intact", "resumable", "counts", "progress")},
@@ -170,7 +170,8 @@ def run_inspect(work: Work) -> StageResult:
     return clock.result(INSPECT, problems, measured)
 
 
-def _check_resumable(manifest: Manifest, report: Mapping[str, Any]) -> list[Problem]:
+def check_resumable(manifest: Manifest, report: Mapping[str, Any]) -> list[Problem]:
+    """Returns a finding when an inspection says that the checkpoint cannot resume, and the manifest wants that."""
     resumable = report.get("resumable") or {}
     if resumable.get("verdict") != "no" or manifest.transition.label == "warm-start":
         return []
@@ -359,10 +360,12 @@ def run_control(work: Work, plan: MigrationPlan) -> StageResult:
             title=f"control {name}: {source_job(manifest, plan, micro).describe()}",
         )
         jobs.append(ran.entry)
-        problems += [_about_control(problem, name) for problem in ran.problems]
+        problems += [about_control(problem, name) for problem in ran.problems]
         if ran.observed is not None and not has_errors(problems):
-            problems += [_about_control(problem, name) for problem in check_resumed_at(ran.observed, plan, "control")]
-            problems += [_at_control(problem, name) for problem in check_state(work, ran.observed)]
+            problems += [
+                about_control(problem, name) for problem in check_resumed_at(ran.observed, plan.first_update, "control")
+            ]
+            problems += [at_control(problem, name) for problem in check_state(work, ran.observed)]
     measured: dict[str, Any] = {}
     if not has_errors(problems):
         found, measured = _assess_controls(work, plan, stage)
@@ -386,7 +389,7 @@ def _cost(manifest: Manifest, count: int, seconds: float | None) -> str:
     return f"{jobs}{about}, at most {manifest.launch.timeout_seconds:g} s each"
 
 
-def _about_control(problem: Problem, name: str) -> Problem:
+def about_control(problem: Problem, name: str) -> Problem:
     """A job that is wrong as a control judges nobody; it says nothing about a candidate. Writing files is worse."""
     if problem.severity is not Severity.ERROR or problem.code == "SR-JOB-WROTE":
         return replace(problem, where={**problem.where, "control": name})
@@ -400,7 +403,7 @@ def _about_control(problem: Problem, name: str) -> Problem:
     )
 
 
-def _at_control(problem: Problem, name: str) -> Problem:
+def at_control(problem: Problem, name: str) -> Problem:
     """A wrong load on the source's own layout rejects: the same command does not resume this checkpoint anywhere."""
     return replace(
         problem,
@@ -504,7 +507,7 @@ def assess_candidate(
     """
     word, manifest = RECORDER_STAGE[stage], work.manifest
     controls = read_controls(control_traces(manifest, work.directory.stage(CONTROL)))
-    problems = check_resumed_at(observed, plan, word)
+    problems = check_resumed_at(observed, plan.first_update, word)
     measured: dict[str, Any] = {}
     if check_values and not problems:
         problems += _check_state_once(work, stage, observed)
