@@ -220,7 +220,7 @@ def _read_manifest(files: RunFiles, seals: SealRecord | None) -> Manifest | None
 
 def _read_plan(files: RunFiles, seals: SealRecord | None) -> MigrationPlan | None:
     """The sealed plan binds; before anything is sealed there is the one that was made after inspecting."""
-    effect = "Memory and the dealt batch are not shown."
+    effect = "Memory on the destination is not shown."
     if seals is None:
         return files.parse("plan.json", MigrationPlan.from_json, effect, "`samerun run` makes it after inspecting")
     try:

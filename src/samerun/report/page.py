@@ -539,6 +539,8 @@ def _facts(jobs: Sequence[Observed]) -> Iterator[Fact]:
 
 def plain_text(value: Any) -> str:
     """Returns a value as a person writes it: lists and mappings without brackets and quotes."""
+    if value is None:
+        return "nothing"
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {plain_text(item)}" for name, item in value.items())
     if isinstance(value, list | tuple):
