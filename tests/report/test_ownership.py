@@ -27,8 +27,13 @@ def look(rank: int, world_size: int, layout: Layout) -> tuple[dict[str, Any], di
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "layout",
-    [Layout(dp_shard=3), Layout(dp_shard=4), Layout(dp_replicate=2), Layout(dp_replicate=2, dp_shard=2)]
-    + [Layout(tp=2, dp_shard=2)],
+    [
+        Layout(dp_shard=3),
+        Layout(dp_shard=4),
+        Layout(dp_replicate=2),
+        Layout(dp_replicate=2, dp_shard=2),
+        Layout(tp=2, dp_shard=2),
+    ],
     ids=str,
 )
 def test_the_picture_is_what_every_rank_holds(layout: Layout) -> None:
@@ -95,7 +100,12 @@ def test_ranks_that_own_nothing_are_named() -> None:
 def test_tensor_parallel_ranks_share_a_replica() -> None:
     mesh = draw_mesh(Layout(tp=2, dp_shard=4))
     assert (mesh.world_size, mesh.batch_replicas) == (8, 4)
-    assert [[member.rank for member in replica.members] for replica in mesh.replicas] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [[member.rank for member in replica.members] for replica in mesh.replicas] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
     assert mesh.replicas[0].members[1].place == "tp1"
     assert usual_cuts(Layout(tp=2), (5, 6)) == (("tp", 1, 1), ("dp_shard_cp", 0, 1))
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from importlib import resources
@@ -23,17 +24,17 @@ from markupsafe import Markup, escape
 
 from samerun import __version__
 from samerun.core.size import format_size
-from samerun.report.charts import Chart, number_text
+from samerun.report.charts import Chart, Panel, number_text
 from samerun.report.layout import HUES
 from samerun.report.model import ReportModel
-from samerun.report.page import Page, plan_page
+from samerun.report.page import Page, plain_text, plan_page
 from samerun.report.samples import SamplesView, Strip
-from samerun.report.state import Agreement, StateView
+from samerun.report.state import Agreement, ParameterRow, StateView
 
-MAX_ROWS = 12_000
-"""Parameters that the table lists; of more, those whose state or change stands out most."""
+MAX_ROWS, MAX_NAME_CHARACTERS = 12_000, 700_000
+"""Parameters that the table lists; of more, or of very long names, those whose state or change stands out most."""
 MAX_CHART_VALUES = 120_000
-"""Numbers over all charts that can be hovered over; longer charts are drawn without."""
+"""Numbers over all charts that can be hovered over; charts that would exceed it are drawn without."""
 
 _AGREEMENTS: tuple[Agreement, ...] = ("equal", "differs", "missing", "unexpected", "unseen")
 
@@ -48,7 +49,7 @@ def render_html(model: ReportModel, *, base: str = "", written: datetime | None 
     """
     page = plan_page(model)
     script = _static("report.js")
-    return (
+    html = (
         _environment(model, base)
         .get_template("report.html")
         .render(
@@ -60,9 +61,10 @@ def render_html(model: ReportModel, *, base: str = "", written: datetime | None 
             script=Markup(script),
             script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
             data=embed(page_data(page)),
-            max_rows=MAX_ROWS,
+            num_listed=len(_listed(page.state.rows)) if page.state else 0,
         )
     )
+    return html.encode("utf-8", "replace").decode("utf-8")  # a name may hold half of a surrogate pair
 
 
 def _environment(model: ReportModel, base: str) -> jinja2.Environment:
@@ -79,6 +81,7 @@ def _environment(model: ReportModel, base: str) -> jinja2.Environment:
         "bytes": format_size,
         "thousands": format_thousands,
         "shape": format_shape,
+        "plain": plain_text,
         "prose": prose,
         "stage_name": stage_name,
         "hue": hue,
@@ -187,37 +190,56 @@ def embed(data: Any) -> Markup:
 
 def page_data(page: Page) -> dict[str, Any]:
     """Returns what the script needs: numbers to hover over, ids of samples, rows of the tensor table."""
-    charts = [drawn.chart for drawn in page.charts]
-    total = sum(len(series.values) for chart in charts for panel in chart.panels for series in panel.all_series)
+    tensors = _tensor_data(page.state) if page.state else None
+    known = {name: index for index, name in enumerate(tensors["name"])} if tensors else {}
     return {
-        "charts": {chart.key: _chart_data(chart) for chart in charts} if total <= MAX_CHART_VALUES else {},
+        "charts": dict(_charts_data([drawn.chart for drawn in page.charts], known)),
         "strips": _strips_data(page.samples) if page.samples else [],
-        "tensors": _tensor_data(page.state) if page.state else None,
+        "tensors": tensors,
     }
 
 
-def _chart_data(chart: Chart) -> dict[str, Any]:
-    first = chart.names[0]
-    numbered = chart.numeric and chart.names == tuple(str(int(first) + i) for i in range(len(chart.names)))
-    return {
-        "names": [int(first), len(chart.names)] if numbered else list(chart.names),
-        "x": chart.x_title,
-        "synced": chart.synced,
-        "panels": [
-            {
-                "scale": panel.scale,
-                "series": [
-                    {
-                        "label": series.label,
-                        "style": series.style,
-                        "values": [_json_number(value, 9 if panel.scale == "linear" else 3) for value in series.values],
-                    }
-                    for series in panel.all_series
-                ],
-            }
-            for panel in chart.panels
-        ],
-    }
+def _charts_data(charts: Sequence[Chart], tensors: Mapping[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
+    left = MAX_CHART_VALUES
+    for chart in charts:
+        panels = [_panel_data(panel) for panel in chart.panels]
+        count = sum(len(series.get("values", ())) for panel in panels for series in panel["series"])
+        if count <= left:
+            left -= count
+            yield (
+                chart.key,
+                {
+                    "names": _names(chart, tensors),
+                    "x": chart.x_title,
+                    "synced": chart.synced,
+                    "panels": panels,
+                },
+            )
+
+
+def _panel_data(panel: Panel) -> dict[str, Any]:
+    """Returns the series; one that has the very values of an earlier one (`as`) does not repeat them."""
+    first: dict[tuple[float | None, ...], int] = {}
+    rows: list[dict[str, Any]] = []
+    for series in panel.all_series:
+        row: dict[str, Any] = {"label": series.label, "style": series.style}
+        same = first.setdefault(series.values, len(rows))
+        if same < len(rows):
+            row["as"] = same
+        else:
+            row["values"] = [_json_number(value, 9 if panel.scale == "linear" else 3) for value in series.values]
+        rows.append(row)
+    return {"scale": panel.scale, "series": rows}
+
+
+def _names(chart: Chart, tensors: Mapping[str, int]) -> dict[str, Any]:
+    """Returns the positions' names: from where they count, which rows of the tensor table they are, or one by one."""
+    names = chart.names
+    if chart.numeric and names == tuple(str(int(names[0]) + i) for i in range(len(names))):
+        return {"from": int(names[0]), "count": len(names)}
+    if all(name in tensors for name in names):
+        return {"tensors": [tensors[name] for name in names]}
+    return {"each": list(names)}
 
 
 def _json_number(value: float | None, digits: int) -> float | int | str | None:
@@ -245,10 +267,7 @@ def _strip_data(strip: Strip) -> dict[str, Any]:
 
 def _tensor_data(state: StateView) -> dict[str, Any]:
     """Returns the table by columns: names are long and many, everything else is a number or an index."""
-    rows = state.rows
-    if len(rows) > MAX_ROWS:
-        standing_out = sorted(rows, key=lambda row: (row.agreement == "equal", -(row.deviation or 0.0)))
-        rows = tuple(standing_out[:MAX_ROWS])
+    rows = _listed(state.rows)
     dtypes = sorted({row.dtype for row in rows})
     slots = sorted({slot for row in rows for slot in row.slots})
     return {
@@ -267,6 +286,15 @@ def _tensor_data(state: StateView) -> dict[str, Any]:
         "deviation": [_json_number(row.deviation, 3) for row in rows],
         "limit": [_json_number(row.limit, 3) for row in rows],
     }
+
+
+def _listed(rows: tuple[ParameterRow, ...]) -> tuple[ParameterRow, ...]:
+    """Returns the rows that there is room for: all of them, or those that stand out most."""
+    if len(rows) <= MAX_ROWS and sum(len(row.name) for row in rows) <= MAX_NAME_CHARACTERS:
+        return rows
+    standing_out = sorted(rows, key=lambda row: (row.agreement == "equal", -(row.deviation or 0.0)))[:MAX_ROWS]
+    room = itertools.accumulate(len(row.name) for row in standing_out)
+    return tuple(row for row, used in zip(standing_out, room, strict=True) if used <= MAX_NAME_CHARACTERS)
 
 
 def _slot(slots: Mapping[str, Agreement], name: str) -> int | None:

@@ -12,7 +12,7 @@ from samerun.core.size import format_size
 from samerun.errors import Problem, Severity
 from samerun.plan.memory import MemoryEstimate
 from samerun.report.batch import BatchView, view_batch
-from samerun.report.charts import Chart, Drawing, Tick, draw_panel, name_ticks
+from samerun.report.charts import Chart, Drawing, Tick, draw_panel, name_ticks, number_text
 from samerun.report.layout import Held, Mesh, Ownership, draw_mesh, plan_ownership
 from samerun.report.model import Criterion, Gap, ReportModel, Stage
 from samerun.report.samples import SamplesView, view_samples
@@ -208,6 +208,11 @@ class Page:
     provenance: Provenance
     gaps: tuple[Gap, ...]
 
+    @property
+    def has_marks(self) -> bool:
+        """Whether some chart marks a value."""
+        return any(line.outside for chart in self.charts for drawing in chart.drawings for line in drawing.lines)
+
 
 def plan_page(model: ReportModel) -> Page:
     """Returns the page for what was read."""
@@ -304,7 +309,9 @@ def _is_metric(item: Criterion) -> bool:
 
 def _answer(item: Criterion) -> Answer:
     value = item.value
-    if item.name == "numerics" and isinstance(value, int | float):
+    if item.passed is None:
+        measure = ""
+    elif item.name == "numerics" and isinstance(value, int | float):
         measure = f"at most {100 * value:.2g} % of a band" if math.isfinite(value) else "a band was left"
     elif item.name == "samples" and value:
         measure = f"{value} replayed or omitted, {item.limit} allowed"
@@ -525,17 +532,18 @@ def _facts(jobs: Sequence[Observed]) -> Iterator[Fact]:
         if header is not None:
             body = {"world size": header.world_size, "layout": header.mesh(), **header.versions, **header.environment}
         for name, value in body.items():
-            rows.setdefault(str(name), [""] * len(jobs))[number] = _plain(value)
+            rows.setdefault(str(name), [""] * len(jobs))[number] = plain_text(value)
     facts = [Fact(name, tuple(values), len(set(values)) == 1) for name, values in rows.items()]
     yield from sorted(facts, key=lambda fact: fact.same)
 
 
-def _plain(value: Any) -> str:
+def plain_text(value: Any) -> str:
+    """Returns a value as a person writes it: lists and mappings without brackets and quotes."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}={item}" for name, item in value.items())
+        return ", ".join(f"{name} {plain_text(item)}" for name, item in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
-    return str(value)
+        return ", ".join(map(plain_text, value))
+    return number_text(value, 9) if isinstance(value, float) else str(value)
 
 
 def _commands(model: ReportModel) -> Iterator[tuple[str, str]]:

@@ -204,6 +204,7 @@ def _evaluation_chart(model: ReportModel) -> Iterator[Chart]:
         summary=_summary("example", names, found, limits),
         x_title="example",
         names=names,
+        ordered=False,
         synced=False,
         panels=(
             Panel(title="loss", scale="linear", series=tuple(upper)),
@@ -247,6 +248,7 @@ def _movement_chart(model: ReportModel) -> Iterator[Chart]:
         x_title="tensor, in the model's order",
         names=names,
         numeric=False,
+        ordered=False,
         synced=False,
         panels=(
             Panel(

@@ -136,7 +136,7 @@ def inspect_checkpoint(
     planned = plan_destination(state, destination) if destination is not None else None
     if planned is not None:
         problems += check_destination(state, planned)
-    if any(problem.code in ("SR-FILE-CRC", "SR-FILE-GENERATION") for problem in problems):
+    if any(problem.code in ("SR-FILE-CRC", "SR-PKL-CRC", "SR-FILE-GENERATION") for problem in problems):
         intact = False
     return InspectReport(
         path=str(checkpoint.path),

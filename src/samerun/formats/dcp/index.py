@@ -27,8 +27,15 @@ from samerun.formats.torchfile.scan import scan_pickle
 from samerun.formats.torchfile.unpickle import DECODING_ERRORS, Locked, RestrictedUnpickler, broken_pickle
 
 Ints = npt.NDArray[np.int64]
-MAX_DIMENSIONS = 64
 NOWHERE = -1
+
+# What no real checkpoint exceeds. A pickle can refer to one long value from many places in a few bytes each; these keep
+# the work proportional to the length of the file.
+MAX_DIMENSIONS = 64
+MAX_NAME = 1_000
+MAX_COMPONENTS = 100
+MAX_TRANSFORMS = 16
+_FEWEST_BYTES_PER_CHUNK = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,7 +161,7 @@ def read_index(data: bytes | mmap.mmap, file: Path) -> Index:
         stream = io.BufferedReader(io.BytesIO(data[:end]), 1 << 20)  # pyright: ignore[reportArgumentType]
         found = RestrictedUnpickler(stream, _KNOWN).load()
         del stream
-        return _index(found, file)
+        return _index(found, file, end // _FEWEST_BYTES_PER_CHUNK)
     except DECODING_ERRORS as error:
         raise broken_pickle(str(file), error) from None
     finally:
@@ -162,15 +169,15 @@ def read_index(data: bytes | mmap.mmap, file: Path) -> Index:
             gc.enable()
 
 
-def _index(found: Any, file: Path) -> Index:
+def _index(found: Any, file: Path, max_chunks: int) -> Index:
     if not isinstance(found, _Metadata):
         raise _malformed(file, "it does not hold DCP metadata")
     fields = vars(found)
     entries, storage, paths = fields.get("state_dict_metadata"), fields.get("storage_data"), fields.get("planner_data")
     if type(entries) is not dict or type(storage) is not dict:
         raise _malformed(file, "its tables of tensors or of places are missing")
-    if not all(type(name) is str for name in entries):
-        raise _malformed(file, "a name in it is not text")
+    if not all(type(name) is str and _is_name(name) for name in entries):
+        raise _malformed(file, "a name in it is not text, or longer than any")
     problems: list[Problem] = []
     tensors = [(name, entry) for name, entry in entries.items() if type(entry) is _Tensor]
     blobs = [name for name, entry in entries.items() if type(entry) is _Bytes]
@@ -179,6 +186,8 @@ def _index(found: Any, file: Path) -> Index:
         for name, entry in entries.items()
         if type(entry) not in (_Tensor, _Bytes)
     )
+    if sum(len(entry.chunks) for _, entry in tensors) > max_chunks:
+        raise _malformed(file, "it lists more chunks than its length can hold")
     files, rows = _storage_columns(storage, file)
     placer = _Placer(storage, [name for name, _ in tensors])
     stored: list[StoredTensor] = []
@@ -220,6 +229,10 @@ def _unreadable(file: Path, name: str, message: str) -> Problem:
     )
 
 
+def _is_name(name: str) -> bool:
+    return len(name) <= MAX_NAME and name.count(".") <= MAX_COMPONENTS
+
+
 def _text(value: Any, name: str) -> str | None:
     found = vars(value).get(name) if isinstance(value, _Record) else None
     return found if isinstance(found, str) else None
@@ -231,9 +244,10 @@ def _paths(paths: Any) -> Callable[[str], tuple[str | int, ...]]:
 
     def path_of(name: str) -> tuple[str | int, ...]:
         path = known.get(name)
-        if type(path) is tuple and path and all(type(part) in (str, int) for part in path):
-            return path
-        return (name,)
+        if type(path) is not tuple or not 0 < len(path) <= MAX_COMPONENTS:
+            return (name,)
+        plain = all(type(part) in (str, int) for part in path)
+        return path if plain and sum(len(part) for part in path if type(part) is str) <= MAX_NAME else (name,)
 
     return path_of
 
@@ -256,7 +270,8 @@ def _transforms(storage: dict[Any, Any]) -> dict[int, tuple[str, ...]]:
     for row, value in enumerate(storage.values()):
         names = value.__dict__.get("transform_descriptors")
         if names:
-            found[row] = tuple(str(name) for name in names) if type(names) in (list, tuple) else (str(names),)
+            listed: list[Any] = list(names[:MAX_TRANSFORMS]) if type(names) in (list, tuple) else [names]
+            found[row] = tuple(str(name)[:80] for name in listed)
     return found
 
 
