@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 
 from samerun.report.html import render_html
 from samerun.report.model import read_run
@@ -95,7 +97,7 @@ def test_values_show_under_the_pointer_in_every_chart_of_updates(open_page: Open
     page = open_page("promote").page
     plot = page.locator("#chart-loss .canvas").first
     plot.hover(position={"x": 5, "y": 20})
-    page.wait_for_function("document.querySelector('#chart-loss .readout').textContent.includes('update 13')")
+    expect(page.locator("#chart-loss .readout")).to_contain_text("update 13")
     for chart in ("loss", "grad_norm", "update_norm", "lr"):
         text = page.locator(f"#chart-{chart} .readout").inner_text()
         assert text.startswith("update 13")
@@ -111,12 +113,10 @@ def test_charts_work_from_the_keyboard(open_page: Open) -> None:
     plot.focus()
     for key, update in (("ArrowRight", 13), ("ArrowRight", 14), ("End", 32), ("ArrowLeft", 31), ("Home", 13)):
         page.keyboard.press(key)
-        page.wait_for_function(
-            f"document.querySelector('#chart-loss .plot').getAttribute('aria-valuetext').startsWith('update {update} ')"
-        )
+        expect(plot).to_have_attribute("aria-valuetext", re.compile(f"^update {update} "))
     assert plot.get_attribute("role") == "slider"
     page.keyboard.press("Escape")
-    page.wait_for_function("document.querySelector('#chart-loss .readout').textContent === ''")
+    expect(page.locator("#chart-loss .readout")).to_have_text("")
 
 
 def test_everything_can_be_reached_with_the_tab_key(open_page: Open) -> None:
@@ -126,9 +126,7 @@ def test_everything_can_be_reached_with_the_tab_key(open_page: Open) -> None:
     reached = set()
     for _ in range(400):
         page.keyboard.press("Tab")
-        found = page.evaluate(
-            "document.activeElement.id || document.activeElement.className || document.activeElement.tagName"
-        )
+        found = page.evaluate("(({ id, classList, tagName }) => id || classList[0] || tagName)(document.activeElement)")
         if found == "BODY":
             break
         reached.add(found)
@@ -175,11 +173,11 @@ def test_a_tensor_is_chosen_and_found(open_page: Open) -> None:
     page.locator("#shape").select_option(index=1)
     assert page.locator("[data-owner]:visible").get_attribute("data-owner") == "1"
     page.locator("#tensor-find").fill("EMBED")
-    page.wait_for_function("document.querySelectorAll('#tensor-table tbody tr').length === 1")
+    expect(page.locator("#tensor-table tbody tr")).to_have_count(1)
     assert page.locator("#tensor-table tbody th").inner_text() == "embedding.weight"
     page.locator("#tensor-find").fill("")
     page.locator("#tensor-odd").check()
-    page.wait_for_function("document.querySelectorAll('#tensor-table tbody tr').length === 0")
+    expect(page.locator("#tensor-table tbody tr")).to_have_count(0)
 
 
 def test_samples_show_who_consumed_them(open_page: Open) -> None:

@@ -18,9 +18,7 @@ def test_a_small_dealing_is_drawn_cell_by_cell() -> None:
     assert grid.columns == ("0", "1", "2")
     assert [[cell.samples for cell in row] for row in grid.cells] == deal(32, 3, 2).to_json()
     assert grid.cells[4][2].percent == 50.0
-    assert grid.summary == "32 samples dealt to 3 replicas in 6 passes, 10 to 11 each; 1 replicas idle".replace(
-        "10 to 11 each", "10 to 11 to each"
-    )
+    assert grid.summary == "32 samples dealt to 3 replicas in 6 passes, 11/10 to each; 1 idle"
 
 
 def test_a_large_dealing_is_drawn_in_runs() -> None:
@@ -108,6 +106,7 @@ def test_a_control_alone_shows_what_it_consumed(make) -> None:
     assert not view.compared
     assert view.stretches[0].standing == "not-run"
     assert view.strips[0].placed[0].destination is None
+    assert not view.strips[0].ran
 
 
 def test_updates_before_the_seam_are_kept_apart(make) -> None:

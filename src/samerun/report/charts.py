@@ -230,14 +230,14 @@ def _height(point: tuple[float, float]) -> float:
 
 
 def _path(points: Sequence[tuple[float, float] | None]) -> str:
+    """Returns lines between neighbours; a point between gaps becomes a line of no length, which is seen as a dot."""
     parts: list[str] = []
-    pen_up = True
-    for point in points:
+    for index, point in enumerate(points):
         if point is None:
-            pen_up = True
             continue
-        parts.append(f"{'M' if pen_up else 'L'}{point[0]:g} {point[1]:g}")
-        pen_up = False
+        alone = index == 0 or points[index - 1] is None
+        last = index + 1 == len(points) or points[index + 1] is None
+        parts.append(f"{'M' if alone else 'L'}{point[0]:g} {point[1]:g}{'h0' * (alone and last)}")
     return "".join(parts)
 
 
@@ -275,7 +275,7 @@ def _value_ticks(axis: Axis) -> Iterator[Tick]:
         low, high = round(math.log10(axis.low)) + 1, round(math.log10(axis.high))
         step = max(1, math.ceil((high - low) / 4))
         for power in range(low, high + 1, step):
-            yield Tick(axis.place(10.0**power), f"1e{power}")
+            yield Tick(axis.place(10.0**power), f"1e{power}" if power else "1")
         return
     step = nice_step((axis.high - axis.low) / 4)
     first = math.ceil(axis.low / step)

@@ -90,6 +90,7 @@ def _environment(model: ReportModel, base: str) -> jinja2.Environment:
         "link": partial(evidence_link, model, base),
         "cells_above": cells_above,
         "cells_below": cells_below,
+        "cells_extra": cells_extra,
     }
     environment.filters.update(filters)
     environment.globals.update(functions)  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -171,6 +172,15 @@ def cells_below(strip: Strip) -> Iterator[tuple[str, int | None, str]]:
         groups.setdefault((kind, item.destination), []).append(place)
     for (kind, replica), places in groups.items():
         yield kind, replica, _cell_path(places, len(strip.placed), 1)
+
+
+def cells_extra(strip: Strip) -> Iterator[tuple[int, str]]:
+    """Yields (replica, path) of the row of samples that the candidate consumed instead."""
+    groups: dict[int, list[int]] = {}
+    for place, extra in enumerate(strip.extras[: len(strip.placed)]):
+        groups.setdefault(extra.replica, []).append(place)
+    for replica, places in groups.items():
+        yield replica, _cell_path(places, len(strip.placed), 0)
 
 
 def _cell_path(places: list[int], count: int, row: int) -> str:

@@ -383,10 +383,10 @@ def _first_reason(reasons: Sequence[Problem]) -> str:
     if not reasons:
         return "The record names no reason."
     first, others = reasons[0], len(reasons) - 1
-    entry = load_catalog().get(first.code)
-    message = first.message.partition("\n")[0].rstrip(":.")
-    text = f"{entry.title}: {message}" if entry else message
-    return text + (f" (and {others} further finding{'s' * (others > 1)})." if others else ".")
+    entry, place = load_catalog().get(first.code), _place(first)
+    text = entry.title if entry else first.message.partition("\n")[0].rstrip(":.")
+    text += f" ({place})" if place else ""
+    return f"{text}, and {others} further finding{'s' * (others > 1)}." if others else f"{text}."
 
 
 def _validated(validated: Mapping[str, Any]) -> str:

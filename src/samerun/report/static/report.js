@@ -266,7 +266,7 @@
     if (axis.scale === "log") {
       const low = Math.round(Math.log10(axis.low)) + 1, high = Math.round(Math.log10(axis.high));
       ticks.push({ at: HEIGHT, label: "0" });
-      for (let power = low; power <= high; power += Math.max(1, Math.ceil((high - low) / 4))) ticks.push({ at: axis.place(10 ** power), label: `1e${power}` });
+      for (let power = low; power <= high; power += Math.max(1, Math.ceil((high - low) / 4))) ticks.push({ at: axis.place(10 ** power), label: power ? `1e${power}` : "1" });
       return ticks;
     }
     const rough = (axis.high - axis.low) / 4, power = 10 ** Math.floor(Math.log10(rough));
@@ -291,12 +291,10 @@
         kept.push(...(least === most ? [least] : [least, most].sort((a, b) => a[0] - b[0])));
       }
     }
-    let up = true;
-    return kept.map((point) => {
-      if (!point) { up = true; return ""; }
-      const piece = `${up ? "M" : "L"}${point[0].toFixed(2)} ${point[1]}`;
-      up = false;
-      return piece;
+    return kept.map((point, place) => {
+      if (!point) return "";
+      const alone = !kept[place - 1], last = !kept[place + 1];
+      return `${alone ? "M" : "L"}${point[0].toFixed(2)} ${point[1]}${alone && last ? "h0" : ""}`;
     }).join("");
   }
 
