@@ -150,7 +150,7 @@ def test_floors_follow_precision_and_tokens() -> None:
     assert exact.value("tolerances.loss.floor") == pytest.approx(1e-6, rel=0.1)
     assert half.value("tolerances.loss.floor") > 100 * exact.value("tolerances.loss.floor")
     uncounted = adam_state(dtype="bfloat16", progress=RecordedProgress(update=12))
-    assert 1e-3 < draft(uncounted).value("tolerances.loss.floor") < 2e-2
+    assert 1e-4 < draft(uncounted).value("tolerances.loss.floor") < 2e-2
 
 
 def test_random_streams_stay_exact_only_on_the_same_ranks() -> None:

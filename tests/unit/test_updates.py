@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from samerun.core.dtype import parse_dtype
 from samerun.errors import Problem, Severity
 from samerun.manifest.models import Tolerances
 from samerun.verify.bands import Controls, check_controls, complete_reference, plan_bands, split_bands
@@ -197,6 +198,7 @@ def control_codes(found: Controls, **changes: Any) -> list[str]:
         "num_updates": COUNT,
         "boundaries": BOUNDARIES,
         "tolerances": tolerances(),
+        "precision": parse_dtype("float32"),
     }
     return [problem.code for problem in check_controls(found, **{**arguments, **changes})]
 
@@ -226,6 +228,13 @@ def test_one_control_has_no_variation() -> None:
     assert control_codes(alone) == ["SR-CONTROL-SINGLE"]
     stated = {"from": "user", "limit": 1e-4, "reason": "measured last month"}
     assert control_codes(alone, tolerances=tolerances(**dict.fromkeys(tolerances(), stated))) == []
+
+
+def test_controls_that_agree_to_the_last_bit_measure_nothing_in_low_precision() -> None:
+    exact, half = controls(make_observed(replicas=4)), parse_dtype("bfloat16")
+    assert control_codes(exact) == []
+    assert control_codes(exact, precision=half) == ["SR-CONTROL-EXACT"]
+    assert control_codes(controls(), precision=half) == []
 
 
 def test_controls_and_evaluation() -> None:

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samerun.core.dtype import parse_dtype
 from samerun.core.tolerance import Band
 from samerun.errors import FormatError, Problem, Severity, UsageError, has_errors
 from samerun.manifest.models import Manifest
@@ -425,6 +426,7 @@ def _assess_controls(work: Work, plan: MigrationPlan, stage: Path) -> tuple[list
         num_updates=plan.window_updates,
         boundaries=boundaries_of(manifest),
         tolerances=manifest.tolerances.by_metric(),
+        precision=parse_dtype(manifest.run.precision),
     )
     measured: dict[str, Any] = {
         "controls": list(controls.names),

@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from samerun.core.mesh import Layout
 from samerun.errors import Problem, UsageError
-from samerun.trace import TraceWriter
+from samerun.trace import SCHEMA, TraceWriter
 from samerun.train.launch import Launch, read_launch
+from samerun.train.values import array, number, numbers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -208,7 +209,7 @@ class Recorder:
         with evaluating(self._model):
             result = function()
         after = fingerprint(self._model, self._optimizer, state)
-        losses = _floats(result["losses"])
+        losses = numbers(result["losses"])
         tensors, rng = before.changed_tensors(after), before.changed_rng(after)
         writer.write(
             "eval",
@@ -264,8 +265,8 @@ class Recorder:
                 update=update,
             )
         facts = self._watch.take()
-        loss_value = _float(loss)
-        norm = facts.grad_norm if grad_norm is None else _float(grad_norm)
+        loss_value = number(loss)
+        norm = facts.grad_norm if grad_norm is None else number(grad_norm)
         ids = [item if isinstance(item, str) else int(item) for item in sample_ids]
         body = {
             "update": int(update),
@@ -304,19 +305,25 @@ class Recorder:
         self._close("finished" if self.finished else "closed")
 
     def _header(self, declared: Layout | None, batch: Mapping[str, Any] | None) -> dict[str, Any]:
-        from samerun.train.environment import environment, observed_coordinate, observed_layout, versions
+        from samerun.train.environment import (
+            dealt_batch,
+            environment,
+            observed_coordinate,
+            observed_layout,
+            versions,
+        )
 
         layout = observed_layout(self._model, declared)
         self._layout = Layout.from_dict(layout)
         return {
-            "schema": "samerun/trace/1",
+            "schema": SCHEMA,
             "stage": self.stage,
             "rank": self._rank,
             "world_size": self._world_size,
             "coordinate": observed_coordinate(self._model, layout),
             "layout": layout,
             "declared_layout": declared.to_dict(short=True) if declared else None,
-            "batch": dict(batch) if batch is not None else _batch_of(self._sampler),
+            "batch": dict(batch) if batch is not None else dealt_batch(self._sampler),
             "versions": versions(),
             "environment": environment(self._model),
         }
@@ -365,14 +372,14 @@ class Recorder:
             return None
         import numpy as np
 
-        array = _array(logits)
+        values = array(logits)
         if self._rank != 0:
             return None
-        stride = max(1, -(-array.size // _LARGEST_LOGITS))
-        kept = np.ascontiguousarray(array.reshape(-1)[::stride]) if stride > 1 else array
+        stride = max(1, -(-values.size // _LARGEST_LOGITS))
+        kept = np.ascontiguousarray(values.reshape(-1)[::stride]) if stride > 1 else values
         name = f"eval-{self._num_evals:03d}-logits.npy"
         np.save(self._directory / name, kept)
-        return {"file": name, "shape": list(array.shape), "stored_elements": int(kept.size), "stride": stride}
+        return {"file": name, "shape": list(values.shape), "stored_elements": int(kept.size), "stride": stride}
 
     def _require_attached(self, method: str) -> TraceWriter:
         if self._writer is None or self._closed:
@@ -415,41 +422,3 @@ def _read_layout(layout: Layout | Mapping[str, int] | str | None) -> Layout | No
                 found=repr(layout),
             )
         ) from None
-
-
-def _batch_of(sampler: Any) -> dict[str, Any] | None:
-    dealing = getattr(sampler, "dealing", None)
-    if dealing is None:
-        return None
-    return {
-        "global_batch": sampler.global_batch,
-        "max_microbatch": sampler.max_microbatch,
-        "passes": dealing.passes,
-        "replicas": dealing.replicas,
-        "replica": sampler.replica,
-        "microbatches": [list(row) for row in dealing.microbatches],
-    }
-
-
-def _whole(value: Any) -> Any:
-    """Returns a detached plain tensor on the CPU for any tensor; other things as they are."""
-    if not hasattr(value, "detach"):
-        return value
-    detached = value.detach()
-    return (detached.full_tensor() if hasattr(detached, "full_tensor") else detached).cpu()
-
-
-def _float(value: Any) -> float:
-    return float(_whole(value))
-
-
-def _floats(values: Any) -> list[float]:
-    whole = _whole(values)
-    return [float(value) for value in (whole.reshape(-1).tolist() if hasattr(whole, "reshape") else whole)]
-
-
-def _array(values: Any) -> Any:
-    import numpy as np
-
-    whole = _whole(values)
-    return np.asarray(whole.float().numpy() if hasattr(whole, "numpy") else whole, dtype=np.float32)
