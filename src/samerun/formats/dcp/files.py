@@ -146,6 +146,7 @@ def _truncated(file: DataFile, cut: np.ndarray, stops: Ints, count: int) -> Prob
 
 def _too_short(index: Index, files: tuple[DataFile, ...], rows: np.ndarray) -> list[Problem]:
     by_row = {int(row): tensor.name for tensor in index.tensors for row in tensor.rows.tolist() if row != NOWHERE}
+    by_row |= {row: item.name for item in index.objects for row in item.rows}
     return [
         Problem(
             "SR-FILE-ITEM",
