@@ -20,6 +20,7 @@ KNOWN_CLASSES = (
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
 )
+_END_BYTES = 22
 _RESTORE = "restore the file from the source; nothing else holds these values"
 
 
@@ -63,8 +64,11 @@ def read_state_file(path: Path, files: MappedFiles) -> StateFile:
 
 
 def _is_cut_off(buffer: Any) -> bool:
-    """Whether a file begins as a torch.save archive, or not at all, and has no end."""
-    return len(buffer) == 0 or (buffer[:4] == b"PK\x03\x04" and buffer.rfind(b"PK\x05\x06") < 0)
+    """Whether a file begins as a torch.save archive, or not at all, and has no whole end record."""
+    if len(buffer) == 0 or buffer[:4] != b"PK\x03\x04":
+        return len(buffer) == 0
+    end = buffer.rfind(b"PK\x05\x06")
+    return end < 0 or end + _END_BYTES > len(buffer)
 
 
 def _truncated(path: Path, num_bytes: int) -> Problem:

@@ -32,8 +32,12 @@ RANK_ZERO = "rank 0's shard"
 
 @dataclass(slots=True)
 class Slots:
-    """What was read from parameters' folders: masters and counters, and what does not fit."""
+    """What was read from parameters' folders: masters and counters, and what does not fit.
 
+    `flat` are the slots that hold a tensor of their parameter's size.
+    """
+
+    flat: frozenset[str] = frozenset()
     masters: dict[str, tuple[str, DType]] = field(default_factory=dict[str, tuple[str, DType]])
     counters: dict[str, tuple[TensorKey, Counter]] = field(default_factory=dict[str, tuple[TensorKey, Counter]])
     lost: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
@@ -44,7 +48,8 @@ class Slots:
 class Assembled:
     """The logical state with what is needed to read it and to check its values.
 
-    `replicas` are values kept twice: masters beside weights, and rank 0's shard of everything (from stage 3).
+    `replicas` are values kept twice: masters beside weights, and rank 0's shard of everything (from stage 3). Buffers
+    are not among them: each rank may well have its own.
     """
 
     state: LogicalState
@@ -64,6 +69,7 @@ def assemble(source: Source, recognised: str) -> Assembled:
     add_model(source, names, cutter, gatherer)
     slots = _add_slots(source, names, gatherer)
     gathered = Gathered(*gatherer.finish(aliases_by_owner(names.shared)))
+    gathered.replicas[:] = [copy for copy in gathered.replicas if not copy.key.startswith(Role.BUFFER.value)]
     gathered.replicas += _rank_zero(source, gathered)
     settle_masters(gathered, slots.masters, names, source.config, LABEL)
     constants = add_counters(gathered, {**slots.counters, **_common_counters(source, gathered)})
@@ -86,8 +92,8 @@ def assemble(source: Source, recognised: str) -> Assembled:
 
 def _add_slots(source: Source, names: Names, gatherer: Gatherer) -> Slots:
     """Adds every slot of every trained parameter. Parameters are trained if a model file lists them as flattened."""
-    slots = Slots()
     trained = names.trained or set(source.slots)
+    slots = Slots(flat=_flat_slots(source, trained))
     usual = _usual_slots(source, trained)
     for name in [*(name for name in names.order if name in trained), *sorted(trained - set(names.order))]:
         held = source.slots.get(name, {})
@@ -108,17 +114,11 @@ def _usual_slots(source: Source, trained: set[str]) -> list[str]:
 def _add_slot(
     source: Source, names: Names, gatherer: Gatherer, slots: Slots, name: str, slot: str, file: StateFile
 ) -> None:
-    value = as_dict(file.value).get("param") if isinstance(file.value, dict) else file.value
+    value = stored_value(file)
     fqn = normalize_fqn(name)
-    if isinstance(value, TensorRef) and (value.shape or _shape_of(names, name) == ()) and slot != "step":
-        try:
-            extent = _shaped(file.extent(value), _shape_of(names, name))
-        except CorruptCheckpoint as error:
-            slots.misshapen += error.problems
-            _announce(names, gatherer, slots, name, [slot])
-            return
+    if slot in slots.flat:
+        extent = _extent_of(names, slots, name, slot, file, value)
         if extent is None:
-            slots.misshapen.append(_misshapen(file, name, slot, value, _shape_of(names, name)))
             _announce(names, gatherer, slots, name, [slot])
             return
         key = TensorKey(Role.MASTER, fqn) if slot == MASTERS else TensorKey(Role.OPTIM, fqn, slot)
@@ -131,6 +131,35 @@ def _add_slot(
     if read is not None:
         key = TensorKey(Role.OPTIM, fqn, slot)
         slots.counters[str(key)] = (key, Counter(read, file.extent(value) if isinstance(value, TensorRef) else None))
+
+
+def stored_value(file: StateFile) -> Any:
+    """Returns what a slot's file holds: the tensor or number itself, or the `param` of a mapping."""
+    return as_dict(file.value).get("param") if isinstance(file.value, dict) else file.value
+
+
+def _flat_slots(source: Source, trained: set[str]) -> frozenset[str]:
+    """Returns the slots that are tensors of their parameter's size, not counters: those that any parameter has so."""
+    found = {MASTERS}
+    for name in trained:
+        for slot, file in source.slots.get(name, {}).items():
+            value = stored_value(file)
+            if isinstance(value, TensorRef) and math.prod(value.shape) > 1:
+                found.add(slot)
+    return frozenset(found)
+
+
+def _extent_of(names: Names, slots: Slots, name: str, slot: str, file: StateFile, value: Any) -> Extent | None:
+    """Returns where a slot's values lie, in its parameter's shape; None, and a finding, if they are not that."""
+    shape = _shape_of(names, name)
+    try:
+        extent = _shaped(file.extent(value), shape) if isinstance(value, TensorRef) else None
+    except CorruptCheckpoint as error:
+        slots.misshapen += error.problems
+        return None
+    if extent is None:
+        slots.misshapen.append(_misshapen(file, name, slot, value, shape))
+    return extent
 
 
 def _announce(names: Names, gatherer: Gatherer, slots: Slots, name: str, absent: list[str]) -> None:
@@ -161,13 +190,13 @@ def _shaped(extent: Extent, shape: tuple[int, ...] | None) -> Extent | None:
     return None
 
 
-def _misshapen(file: StateFile, name: str, slot: str, value: TensorRef, shape: tuple[int, ...] | None) -> Problem:
+def _misshapen(file: StateFile, name: str, slot: str, value: Any, shape: tuple[int, ...] | None) -> Problem:
     return Problem(
         "SR-UNI-SHAPE",
         f"{slot} of a parameter has another number of elements than the parameter",
         where={"file": str(file.path), "tensor": name},
         expected=list(shape or ()),
-        found=list(value.shape),
+        found=list(value.shape) if isinstance(value, TensorRef) else "no tensor",
         hint="the converter read files of two saves, or of two models; convert again into an empty folder",
     )
 

@@ -47,12 +47,12 @@ def check_generations(source: Source) -> list[Problem]:
     if first is not None:
         for model in source.models.values():
             problems += _other_counters(first, model)
-    partitions = source.degrees.dp
+    lowest = next((optim for _, optim in sorted(source.optims.items(), key=lambda item: item[0][::-1])), None)
+    usual = max(lowest.partitions, default=0) if lowest is not None else 0
     for optim in source.optims.values():
-        if optim.partitions and max(optim.partitions) != partitions and partitions % max(optim.partitions):
-            problems.append(
-                _mixed(optim, f"partitions for {partitions} ranks", f"partitions for {max(optim.partitions)} ranks")
-            )
+        held = max(optim.partitions, default=0)
+        if held != usual:
+            problems.append(_mixed(optim, f"parts for {usual} ranks", f"parts for {held} ranks"))
         elif first is not None:
             problems += _other_config(first, optim)
     return problems

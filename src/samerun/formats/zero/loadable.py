@@ -64,6 +64,17 @@ def check_conversion(source: Source, flat: Flat) -> list[Problem]:
                 "slice maps are in another order than buffers. samerun goes by the buffers; zero_to_fp32 is right too",
             )
         )
+    slots = {slot for optim in source.optims.values() for shard in optim.shards for slot in shard.slots}
+    unknown = sorted(slots - {"exp_avg", "exp_avg_sq"})
+    if unknown or (slots and "exp_avg" not in slots):
+        problems.append(
+            _warning(
+                source,
+                "SR-ZERO-SLOTS",
+                f"ds_to_universal knows Adam's moments only and would fail at, or drop, {', '.join(unknown)}",
+                "it keeps exp_avg and exp_avg_sq; samerun keeps every slot",
+            )
+        )
     settings = [{key: value for key, value in group.items() if key != "name"} for _, group in flat.groups]
     if source.stage == 3 and any(group != settings[0] for group in settings[1:]):
         problems.append(

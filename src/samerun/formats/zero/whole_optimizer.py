@@ -18,14 +18,14 @@ from samerun.errors import Problem, Severity
 from samerun.formats.base import Extent, numpy_dtype, view_extent
 from samerun.formats.deepspeed.gather import Gatherer, pieces_of_tensor
 from samerun.formats.deepspeed.masters import Counter
-from samerun.formats.deepspeed.model import ModelStates
 from samerun.formats.deepspeed.model_tensors import Cutter, Names
 from samerun.formats.deepspeed.slices import whole
 from samerun.formats.deepspeed.states import StateFile, as_count, as_dict, as_list, enum_number, plain_value
 from samerun.formats.torchfile import TensorRef
 from samerun.formats.zero.optimizer_tensors import Flat
-from samerun.formats.zero.positional import match_groups
+from samerun.formats.zero.positional import match_groups, match_unique
 from samerun.formats.zero.source import Source
+from samerun.formats.zero.whole_states import WholeState, whole_states
 
 _COMPARED_ELEMENTS = 256
 
@@ -45,33 +45,32 @@ class _Member:
 
 
 def add_whole_optimizer(source: Source, names: Names, cutter: Cutter, gatherer: Gatherer) -> Flat:
-    """Adds the optimizer state that model files keep whole. Pipeline stages are numbered each on its own."""
+    """Adds the optimizer state that files keep whole. Pipeline stages are numbered each on its own."""
     flat = Flat()
     merged: dict[int, tuple[list[str], Mapping[str, Any]]] = {}
-    for model in source.models.values():
-        state = as_dict(model.value.get("optimizer"))
-        if state:
-            _Adder(source, names, cutter, gatherer, flat, model).add(state, merged)
+    for held in whole_states(source, names):
+        _Adder(source, names, cutter, gatherer, flat, held).add(merged)
     flat.groups = [merged[number] for number in sorted(merged)]
     return flat
 
 
 class _Adder:
-    """Adds the optimizer of one model file."""
+    """Adds one optimizer state dict."""
 
     def __init__(
-        self, source: Source, names: Names, cutter: Cutter, gatherer: Gatherer, flat: Flat, model: ModelStates
+        self, source: Source, names: Names, cutter: Cutter, gatherer: Gatherer, flat: Flat, held: WholeState
     ) -> None:
         self.source = source
         self.names = names
         self.cutter = cutter
         self.gatherer = gatherer
         self.flat = flat
-        self.model = model
-        self.file: StateFile = model.file
-        self.stage, self.rank = source.degrees.position(model.name.mp)
+        self.held = held
+        self.file: StateFile = held.file
+        self.stage, self.rank = held.stage, held.rank
 
-    def add(self, state: dict[Any, Any], merged: dict[int, tuple[list[str], Mapping[str, Any]]]) -> None:
+    def add(self, merged: dict[int, tuple[list[str], Mapping[str, Any]]]) -> None:
+        state = dict(self.held.value)
         base = as_dict(state.get("optimizer_state_dict")) or state
         groups = [as_dict(group) for group in as_list(base.get("param_groups"))]
         flattened = "fp32_groups_flat" in state
@@ -89,6 +88,7 @@ class _Adder:
     def _settings(self, group: dict[Any, Any]) -> dict[str, Any]:
         settings = {str(key): value for key, value in group.items() if key != "params"}
         plain = plain_value(settings, self.file, self.source.files)
+        plain.pop("moe", None)
         return {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in plain.items()}
 
     def _members(
@@ -140,9 +140,9 @@ class _Adder:
             position += math.prod(step[1].shape)
 
     def _next_run(self, flat: Extent, position: int, taken: set[str]) -> tuple[str, Extent] | None:
-        for name, tensor in self._candidates():
-            run = _run(flat, position, tensor.shape) if name not in taken and 0 not in tensor.shape else None
-            if run is not None and _rounds_to(run, self.file.extent(tensor), self.source):
+        for name, extent in self.held.candidates:
+            run = _run(flat, position, extent.shape) if name not in taken and 0 not in extent.shape else None
+            if run is not None and _rounds_to(run, extent, self.source):
                 return name, run
         return None
 
@@ -156,39 +156,26 @@ class _Adder:
                 found[str(slot)] = value
         return found
 
-    def _candidates(self) -> list[tuple[str, TensorRef]]:
-        return [
-            (name, tensor)
-            for name, tensor in (self.model.module or {}).items()
-            if name not in self.names.buffers and name not in self.names.shared and tensor.dtype.kind == "float"
-        ]
-
     def _labels(self, members: list[list[_Member]]) -> list[list[str]]:
         """Returns the names of members, `#number` for those that could be several parameters."""
-        candidates = self._candidates()
-        known = [[member for member in group if member.shape is not None] for group in members]
-        shapes = [[member.shape for member in group] for group in known]
-        found = match_groups([tensor.shape for _, tensor in candidates], shapes)
-        by_number = {
-            (group, member.number): member.name
-            for group, own in enumerate(members)
-            for member in own
-            if member.name is not None
-        }
-        for group, places in enumerate(found or []):
-            for member, place in zip(known[group], places, strict=True):
-                if place is not None:
-                    by_number.setdefault((group, member.number), candidates[place][0])
-        taken = set(by_number.values())
+        candidates = self.held.candidates
+        tokens = [extent.shape for _, extent in candidates]
+        shapes = [[member.shape for member in group] for group in members]
+        found = match_groups(tokens, shapes) or match_unique(tokens, shapes)
+        labels: dict[tuple[int, int], str] = {}
+        for group, own in enumerate(members):
+            for member, place in zip(own, found[group], strict=True):
+                if member.name is not None or place is not None:
+                    labels[(group, member.number)] = member.name or candidates[place or 0][0]
+        taken = set(labels.values())
         for group, own in enumerate(members):
             for member in own:
-                if (group, member.number) not in by_number:
-                    name = self._by_values(member, taken)
-                    if name is not None:
-                        taken.add(name)
-                        by_number[(group, member.number)] = name
+                name = self._by_values(member, taken) if (group, member.number) not in labels else None
+                if name is not None:
+                    taken.add(name)
+                    labels[(group, member.number)] = name
         return [
-            [by_number.get((group, member.number), f"#{member.number}") for member in own]
+            [labels.get((group, member.number), f"#{self.held.mark}{member.number}") for member in own]
             for group, own in enumerate(members)
         ]
 
@@ -197,10 +184,8 @@ class _Adder:
             return None
         fits = [
             name
-            for name, tensor in self._candidates()
-            if name not in taken
-            and tensor.shape == member.shape
-            and _rounds_to(member.master, self.file.extent(tensor), self.source)
+            for name, extent in self.held.candidates
+            if name not in taken and extent.shape == member.shape and _rounds_to(member.master, extent, self.source)
         ]
         return fits[0] if len(fits) == 1 else None
 
@@ -209,7 +194,7 @@ class _Adder:
         named = not label.startswith("#")
         full, cut = self.cutter.cut(label, self.stage, self.rank, shape) if named else (label, whole(shape))
         fqn = normalize_fqn(full)
-        copy = (self.stage, self.rank if cut.replicated else 0, 0)
+        copy = (self.stage, self.rank if cut.replicated else 0, self.held.copy)
         if member.master is not None:
             self.flat.masters.setdefault(fqn, (label, member.master.dtype))
             self._put(TensorKey(Role.MASTER, fqn), label, member.master, copy, full)
@@ -227,7 +212,8 @@ class _Adder:
                 held = self.file.extent(value) if isinstance(value, TensorRef) else None
                 self.flat.counters.setdefault(str(key), (key, Counter(read, held)))
                 if slot == "step":
-                    self.flat.steps[(self.model.name.mp, 0, member.number)] = read
+                    place = (self.stage * self.source.degrees.tp + self.rank, self.held.copy, member.number)
+                    self.flat.steps[place] = read
 
     def _put(self, key: TensorKey, label: str, extent: Extent, copy: tuple[int, ...], full: str) -> None:
         named = not label.startswith("#")
