@@ -146,7 +146,7 @@ def open_checkpoint(path: str | os.PathLike[str], format: str | None = None) -> 
         why = _recognises(reader, found)
         if why:
             checkpoint = reader.open(found)
-            known = {**checkpoint.state.written_by, "recognised": why}
+            known = {"recognised": why, **checkpoint.state.written_by}
             checkpoint.state = replace(checkpoint.state, written_by=known)
             return checkpoint
     raise _no_checkpoint(found)

@@ -42,7 +42,7 @@ def open_fsdp1(path: Path) -> StateDictCheckpoint:
             replace(model, buffers=frozenset(name for name in model.tensors if name not in parameters))
             for model in saved.models
         ]
-    return assemble(path, "fsdp1", saved, files)
+    return assemble(path, "fsdp1", saved, files, per_rank=True)
 
 
 def _place(merged: Merged, ranks: RankSet, files: MappedFiles, saved: SavedState) -> frozenset[str] | None:

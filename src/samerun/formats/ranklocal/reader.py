@@ -39,7 +39,7 @@ def open_ranklocal(path: Path) -> StateDictCheckpoint:
     saved.problems += ranks.check(merged.num_ranks)
     saved.topology = _topology(merged, inferred, ranks)
     sort_tree(merged.tree, saved)
-    return assemble(path, "ranklocal", saved, files)
+    return assemble(path, "ranklocal", saved, files, per_rank=True)
 
 
 def _place_plain(merged: Merged, ranks: list[int], files: MappedFiles, saved: SavedState) -> Inferred | None:

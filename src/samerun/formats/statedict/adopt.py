@@ -49,9 +49,10 @@ def _adopt_rest(inner: Checkpoint, saved: SavedState) -> None:
     sections = (*state.rng, *state.data)
     saved.objects |= {name: value for name, value in state.objects.items() if not name.startswith(sections)}
     saved.problems += state.problems
-    saved.written_by = {**state.written_by, **saved.written_by}
+    told = {name: text for name, text in state.written_by.items() if name != "recognised"}
+    saved.written_by = {**told, **saved.written_by}
     if state.topology.world_size is not None and saved.topology.world_size is None:
         saved.topology = state.topology
     known = saved.progress or RecordedProgress()
-    told = {name: getattr(state.progress, name) for name in ("samples", "tokens", "epoch")}
-    saved.progress = replace(known, **{name: value for name, value in told.items() if value is not None})
+    counted = {name: getattr(state.progress, name) for name in ("samples", "tokens", "epoch")}
+    saved.progress = replace(known, **{name: value for name, value in counted.items() if value is not None})

@@ -36,10 +36,21 @@ _COUNTERS_READ = 64
 
 
 def assemble(
-    path: Path, format: str, saved: SavedState, files: MappedFiles, inners: tuple[Checkpoint, ...] = ()
+    path: Path,
+    format: str,
+    saved: SavedState,
+    files: MappedFiles,
+    inners: tuple[Checkpoint, ...] = (),
+    *,
+    per_rank: bool = False,
 ) -> StateDictCheckpoint:
-    """Builds the opened checkpoint. Reads small objects and counters, no large tensor."""
-    return _Assembly(saved, files).build(path, format, inners)
+    """Builds the opened checkpoint. Reads small objects and counters, no large tensor.
+
+    `inners` are the checkpoints inside that hold some of its tensors; `per_rank` says that each rank loads its own file.
+    """
+    assembly = _Assembly(saved, files)
+    state = assembly.build(path, format)
+    return StateDictCheckpoint(path, state, assembly.held, files, tuple(saved.files), inners, per_rank=per_rank)
 
 
 class _Assembly:
@@ -52,7 +63,7 @@ class _Assembly:
         self.tensors: dict[str, TensorEntry] = {}
         self.held: dict[str, Held] = {}
 
-    def build(self, path: Path, format: str, inners: tuple[Checkpoint, ...]) -> StateDictCheckpoint:
+    def build(self, path: Path, format: str) -> LogicalState:
         models, rest = _choose_models(self.saved.models)
         named = self.name_optimizers(models)
         prefixes = _prefixes(models, named)
@@ -66,8 +77,7 @@ class _Assembly:
             self.saved.objects |= {f"{model.name}.{name}": tensor for name, tensor in model.tensors.items()}
         self.report_wrappers(models)
         self.report_unknown(path)
-        state = self.state(format, groups)
-        return StateDictCheckpoint(path, state, self.held, self.files, tuple(self.saved.files), inners)
+        return self.state(format, groups)
 
     def name_optimizers(self, models: Sequence[SavedModel]) -> list[Named]:
         mains = [model for model in models if not model.average]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState
 from samerun.errors import CorruptCheckpoint, FormatError, Problem, UsageError
 from samerun.formats.base import (
@@ -16,6 +17,7 @@ from samerun.formats.base import (
     Extent,
     Inspectable,
     PayloadCheck,
+    Rigid,
     assemble_box,
     numpy_dtype,
     require_key,
@@ -31,7 +33,7 @@ Held = Stored | int | float
 class StateDictCheckpoint:
     """Tensors in files, plain numbers, and tensors of the checkpoints `inners` inside this one.
 
-    See `samerun.formats.base.Checkpoint` and `Inspectable`.
+    See `samerun.formats.base.Checkpoint`, `Inspectable` and `Rigid`. `per_rank` says that each rank loads its own file.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class StateDictCheckpoint:
         files: MappedFiles,
         paths: tuple[Path, ...],
         inners: tuple[Checkpoint, ...] = (),
+        *,
+        per_rank: bool = False,
     ) -> None:
         self.path = path
         self.state = state
@@ -49,6 +53,7 @@ class StateDictCheckpoint:
         self._files = files
         self._paths = paths
         self._inners = inners
+        self._per_rank = per_rank
 
     @property
     def num_files(self) -> int:
@@ -135,8 +140,32 @@ class StateDictCheckpoint:
             return []
         return [checksum_problem(extent.file, key, recorded, found)]
 
+    def check_destination(self, destination: Layout) -> list[Problem]:
+        """Returns why the checkpoint, or one inside it, would be refused at that layout. See `Rigid`."""
+        problems = [
+            problem
+            for inner in self._inners
+            if isinstance(inner, Rigid)
+            for problem in inner.check_destination(destination)
+        ]
+        world = self.state.topology.world_size
+        if self._per_rank and world is not None and world != destination.world_size:
+            problems.append(_rigid(world, destination))
+        return problems
+
     def close(self) -> None:
         """Releases the files, those of checkpoints inside this one too."""
         for inner in self._inners:
             inner.close()
         self._files.close()
+
+
+def _rigid(world_size: int, destination: Layout) -> Problem:
+    return Problem(
+        "SR-RANK-RIGID",
+        f"each rank loads the file that it saved: {world_size} ranks can, {destination.world_size} cannot",
+        expected=world_size,
+        found=destination.world_size,
+        hint="with fewer ranks the rest of every tensor is silently left out, with more a file is missing. Convert to dcp "
+        "(`samerun convert SRC DEST --to dcp`), which any number of ranks loads",
+    )

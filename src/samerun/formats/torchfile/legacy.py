@@ -101,7 +101,7 @@ def _decode(buffer: Buffer, start: int, name: str, storages: _Storages | None = 
     try:
         stream: Any = io.BufferedReader(io.BytesIO(data))  # pyright: ignore[reportArgumentType]
         raw = _Unpickler(stream, storages).load()
-        converter = Converter()
+        converter = Converter(len(data))
         return Decoded(converter.plain(raw), tuple(sorted(converter.unknown))), start + len(data)
     except (*DECODING_ERRORS, pickle.PickleError) as error:
         raise broken_pickle(name, error) from None

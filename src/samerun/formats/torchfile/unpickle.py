@@ -176,7 +176,7 @@ def decode_pickle(data: bytes, name: str) -> Decoded:
     try:
         stream = io.BufferedReader(io.BytesIO(data[:end]))  # pyright: ignore[reportArgumentType]
         raw = RestrictedUnpickler(stream).load()
-        converter = Converter()
+        converter = Converter(len(data))
         decoded = Decoded(converter.plain(raw), tuple(sorted(converter.unknown)))
     except DECODING_ERRORS as error:
         raise broken_pickle(name, error) from None
@@ -206,16 +206,19 @@ def broken_pickle(name: str, error: BaseException) -> CorruptCheckpoint:
     )
 
 
-# How many values a decoded pickle may amount to when written out in full. A few bytes can refer to one list twice, to
-# that list of two twice, and so on: every later step that visits or prints the values would take for ever.
+# How many values a decoded pickle may amount to when written out in full, or a few per byte where that is more. A few
+# bytes can refer to one list twice, to that list of two twice, and so on: every later step that visits or prints the
+# values would take for ever.
 MAX_VALUES = 5_000_000
+_VALUES_PER_BYTE = 4
 
 
 class Converter:
     """Turns stubs into plain data. Shared values are converted once; a value inside itself is refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_bytes: int = 0) -> None:
         self.unknown: set[str] = set()
+        self._limit = max(MAX_VALUES, _VALUES_PER_BYTE * num_bytes)
         self._done: dict[int, Any] = {}
         self._amounts: dict[int, int] = {}
         self._amount = 0
@@ -238,8 +241,8 @@ class Converter:
             self._open.discard(identity)
             self._amounts[identity] = self._amount - before
             self._kept.append(value)
-        if self._amount > MAX_VALUES:
-            raise ValueError(f"its values amount to more than {MAX_VALUES} when written out")
+        if self._amount > self._limit:
+            raise ValueError(f"its values amount to more than {self._limit} when written out")
         return self._done[identity]
 
     def _convert(self, value: Any) -> Any:
