@@ -9,7 +9,7 @@ from samerun.core.state import normalize_fqn
 from samerun.errors import Problem, Severity
 from samerun.formats.statedict.optimizer import Optimizer, shape_of
 from samerun.formats.statedict.order import Candidate, Matching, Position, match_order, match_shapes
-from samerun.formats.statedict.recognise import is_buffer_name, is_parameter_name, looks_like_model, looks_other
+from samerun.formats.statedict.recognise import is_buffer_name, looks_like_model, looks_other
 from samerun.formats.statedict.registration import match_registration
 from samerun.formats.statedict.saved import SavedModel
 from samerun.formats.statedict.stored import Stored
@@ -61,14 +61,17 @@ def _model_with(names: set[str], models: Sequence[SavedModel]) -> SavedModel | N
     return model if count else None
 
 
-def candidates_of(model: SavedModel) -> list[Candidate]:
+def candidates_of(model: SavedModel, *, named_like_buffers: bool) -> list[Candidate]:
     """Returns the tensors that an optimizer may hold: floating, each shared one once, no known buffers."""
     aliases = {name for names in find_shared(model.tensors, frozenset()).values() for name in names}
     aliases |= model.aliases.keys()
     return [
-        Candidate(normalize_fqn(name), tensor.shape, is_buffer_name(name) and not is_parameter_name(name))
+        Candidate(normalize_fqn(name), tensor.shape)
         for name, tensor in model.tensors.items()
-        if _may_train(tensor) and name not in aliases and name not in (model.buffers or ())
+        if _may_train(tensor)
+        and name not in aliases
+        and name not in (model.buffers or ())
+        and (named_like_buffers or not is_buffer_name(name))
     ]
 
 
@@ -77,23 +80,33 @@ def _may_train(tensor: Stored) -> bool:
 
 
 def _name_by_position(optimizer: Optimizer, model: SavedModel) -> Named:
-    candidates = candidates_of(model)
     groups = [[Position(key, shape_of(optimizer.members.get(key))) for key in group.keys] for group in optimizer.groups]
     if not groups:
         groups = [[Position(key, shape_of(member)) for key, member in optimizer.members.items()]]
-    fixed = {key: normalize_fqn(name) for key, name in optimizer.names.items()}
-    if model.ordered:
-        matching = match_order(candidates, groups)
-        problems = _explain_order(optimizer, matching) if matching else []
-    else:
-        registered = match_registration(candidates, groups)
-        matching = registered.matching if registered else None
-        problems = _explain_registration(optimizer, matching, registered.assumed) if registered and matching else []
-    if matching is None:
+    candidates = candidates_of(model, named_like_buffers=False)
+    found = _match(optimizer, model, candidates, groups)
+    if found is None:
+        candidates = candidates_of(model, named_like_buffers=True)
+        found = _match(optimizer, model, candidates, groups)
+    if found is None:
         matching = match_shapes(candidates, groups)
-        problems = [_unmatched(optimizer, model, matching)]
+        found = matching, [_unmatched(optimizer, model, matching)]
+    matching, problems = found
+    fixed = {key: normalize_fqn(name) for key, name in optimizer.names.items()}
     names = {key: fixed.get(key) or matching.names.get(key) or f"#{key}" for key in optimizer.keys}
     return Named(optimizer, model, names, tuple(problems))
+
+
+def _match(
+    optimizer: Optimizer, model: SavedModel, candidates: Sequence[Candidate], groups: Sequence[Sequence[Position]]
+) -> tuple[Matching, list[Problem]] | None:
+    if model.ordered:
+        matching = match_order(candidates, groups)
+        return (matching, _explain_order(optimizer, matching)) if matching else None
+    registered = match_registration(candidates, groups)
+    if registered is None:
+        return None
+    return registered.matching, _explain_registration(optimizer, registered.matching, registered.assumed)
 
 
 def _explain_order(optimizer: Optimizer, matching: Matching) -> list[Problem]:

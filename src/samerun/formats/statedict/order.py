@@ -12,16 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Shape = tuple[int, ...]
-_MAX_STATES = 256
+# How many states of the walk are kept after each candidate: fewer the more candidates there are.
+_STATES_IN_ALL = 40_000
+_FEWEST_STATES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A tensor of the model that an optimizer may hold. `unlikely` marks one that has a buffer's name."""
+    """A tensor of the model that an optimizer may hold."""
 
     name: str
     shape: Shape
-    unlikely: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,53 +41,77 @@ class Matching:
     open: frozenset[str]
 
 
-@dataclass(slots=True)
-class _Step:
-    """How one state of the walk was reached: its cost, and the group dealt to (-1: to none)."""
-
-    cost: int
-    before: tuple[int, ...] | None
-    group: int
+State = tuple[int, ...]  # how many places of each group are filled
+Layer = dict[State, int]  # every state that can be reached, with what the cheapest way there cost
 
 
 def match_order(candidates: Sequence[Candidate], groups: Sequence[Sequence[Position]]) -> Matching | None:
     """Deals candidates, in order, to the groups. Returns None if no way fits.
 
-    Of several ways the one is taken that deals to likelier candidates and to earlier groups.
+    Of several ways the one is taken that gives places without a shape what their group usually holds, and that deals
+    each candidate, the first one first, to the earliest group.
     """
-    layers = _walk(candidates, groups)
-    end = tuple(len(group) for group in groups)
-    if len(layers) <= len(candidates) or end not in layers[-1]:
-        return None
-    return _trace(candidates, groups, layers, end)
-
-
-def count_matched(candidates: Sequence[Candidate], groups: Sequence[Sequence[Position]]) -> int:
-    """Returns how many candidates can be dealt, from the first on, before no way fits. A measure of how wrong an order
-    is."""
-    return len(_walk(candidates, groups)) - 1
-
-
-def _walk(candidates: Sequence[Candidate], groups: Sequence[Sequence[Position]]) -> list[dict[tuple[int, ...], _Step]]:
-    """Returns, after each candidate, every state that can be reached: how many places of each group are filled."""
-    total = sum(len(group) for group in groups)
-    spare = len(candidates) - total
-    flat = [_is_flat(group) for group in groups]
-    layers: list[dict[tuple[int, ...], _Step]] = [{(0,) * len(groups): _Step(0, None, -1)}]
+    dealer = Dealer.of(len(candidates), groups)
+    layers = [dealer.start()]
     for number, candidate in enumerate(candidates):
-        after: dict[tuple[int, ...], _Step] = {}
-        for filled, step in layers[-1].items():
-            for group, cost in _options(candidate, filled, groups, flat):
-                _reach(after, filled, group, step.cost + cost)
-            if number - sum(filled) < spare:
-                _reach(after, filled, -1, step.cost + (0 if candidate.unlikely else 2))
-        if not after:
-            break
-        if len(after) > _MAX_STATES:
-            best = sorted(after, key=lambda filled: after[filled].cost)[:_MAX_STATES]
-            after = {filled: after[filled] for filled in best}
-        layers.append(after)
-    return layers
+        layers.append(dealer.deal(layers[-1], number, candidate))
+        if not layers[-1]:
+            return None
+    return _trace(dealer, candidates, layers) if dealer.done(layers[-1]) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Dealer:
+    """The groups to be filled, how many candidates may be left over, and how many states are kept at most."""
+
+    groups: Sequence[Sequence[Position]]
+    flat: tuple[bool, ...]
+    spare: int
+    most: int
+
+    @classmethod
+    def of(cls, num_candidates: int, groups: Sequence[Sequence[Position]]) -> Dealer:
+        """Returns the dealer for this many candidates; `spare` is negative if they are too few."""
+        spare = num_candidates - sum(len(group) for group in groups)
+        most = max(_FEWEST_STATES, _STATES_IN_ALL // max(1, num_candidates))
+        return cls(groups, tuple(_is_flat(group) for group in groups), spare, most)
+
+    @property
+    def end(self) -> State:
+        """The state in which every place is filled."""
+        return tuple(len(group) for group in self.groups)
+
+    def start(self) -> Layer:
+        """Returns what is reached before the first candidate."""
+        return {(0,) * len(self.groups): 0}
+
+    def done(self, layer: Layer) -> bool:
+        """Whether every place of every group can be filled."""
+        return self.end in layer
+
+    def options(self, filled: State, number: int, candidate: Candidate) -> list[tuple[State, int, int]]:
+        """Returns (state after, group, cost) for each way to deal candidate `number`; group -1 leaves it over."""
+        found: list[tuple[State, int, int]] = []
+        for group, places in enumerate(self.groups):
+            at = filled[group]
+            if at < len(places) and places[at].shape in (None, candidate.shape):
+                after = (*filled[:group], at + 1, *filled[group + 1 :])
+                unusual = self.flat[group] != (len(candidate.shape) <= 1)
+                found.append((after, group, 1 + unusual if places[at].shape is None else 0))
+        if number - sum(filled) < self.spare:
+            found.append((filled, -1, 2))
+        return found
+
+    def deal(self, layer: Layer, number: int, candidate: Candidate) -> Layer:
+        """Returns every state that can be reached by dealing candidate `number`; nothing if it fits nowhere."""
+        after: Layer = {}
+        for filled, spent in layer.items():
+            for state, _, cost in self.options(filled, number, candidate):
+                after[state] = min(spent + cost, after.get(state, spent + cost))
+        if len(after) <= self.most:
+            return after
+        best = sorted(after, key=lambda filled: after[filled])[: self.most]
+        return {filled: after[filled] for filled in best}
 
 
 def _is_flat(group: Sequence[Position]) -> bool:
@@ -95,72 +120,32 @@ def _is_flat(group: Sequence[Position]) -> bool:
     return bool(known) and all(len(shape) <= 1 for shape in known)
 
 
-def _options(
-    candidate: Candidate, filled: tuple[int, ...], groups: Sequence[Sequence[Position]], flat: Sequence[bool]
-) -> list[tuple[int, int]]:
-    """Returns (group, cost) for each group whose next place the candidate fits."""
-    found: list[tuple[int, int]] = []
-    for number, group in enumerate(groups):
-        if filled[number] == len(group):
-            continue
-        shape = group[filled[number]].shape
-        penalty = 4 if candidate.unlikely else 0
-        if shape == candidate.shape:
-            found.append((number, penalty))
-        elif shape is None:
-            found.append((number, penalty + 1 + (flat[number] != (len(candidate.shape) <= 1))))
-    return found
-
-
-def _reach(after: dict[tuple[int, ...], _Step], filled: tuple[int, ...], group: int, cost: int) -> None:
-    state = filled if group < 0 else (*filled[:group], filled[group] + 1, *filled[group + 1 :])
-    known = after.get(state)
-    if known is None or (cost, group) < (known.cost, known.group):
-        after[state] = _Step(cost, filled, group)
-
-
-def _trace(
-    candidates: Sequence[Candidate],
-    groups: Sequence[Sequence[Position]],
-    layers: Sequence[dict[tuple[int, ...], _Step]],
-    end: tuple[int, ...],
-) -> Matching:
-    """Walks back: the best way gives the names, all ways that reach the end give what else each place could be."""
-    names: dict[str, str] = {}
-    state: tuple[int, ...] | None = end
-    for number in range(len(candidates), 0, -1):
-        step = layers[number][state] if state is not None else _Step(0, None, -1)
-        if step.group >= 0 and state is not None:
-            names[groups[step.group][state[step.group] - 1].key] = candidates[number - 1].name
-        state = step.before
-    fits = _all_fits(candidates, groups, layers, end)
-    return Matching(names, frozenset(key for key, others in fits.items() if len(others) > 1))
-
-
-def _all_fits(
-    candidates: Sequence[Candidate],
-    groups: Sequence[Sequence[Position]],
-    layers: Sequence[dict[tuple[int, ...], _Step]],
-    end: tuple[int, ...],
-) -> dict[str, set[str]]:
+def _trace(dealer: Dealer, candidates: Sequence[Candidate], layers: Sequence[Layer]) -> Matching:
+    """Finds, from the end, what each way still costs; then takes the cheapest. All ways give what else would fit."""
+    ahead: list[Layer] = [{dealer.end: 0}]
     fits: dict[str, set[str]] = {}
-    alive = {end}
-    for number in range(len(candidates), 0, -1):
-        candidate = candidates[number - 1]
-        before: set[tuple[int, ...]] = set()
-        for state in alive:
-            if state in layers[number - 1]:
-                before.add(state)
-            for group in range(len(groups)):
-                if state[group] == 0:
-                    continue
-                earlier = (*state[:group], state[group] - 1, *state[group + 1 :])
-                place = groups[group][earlier[group]]
-                if earlier in layers[number - 1] and place.shape in (None, candidate.shape):
-                    before.add(earlier)
-                    fits.setdefault(place.key, set()).add(candidate.name)
-        alive = before
-    return fits
+    for number in range(len(candidates) - 1, -1, -1):
+        here: Layer = {}
+        for filled in layers[number]:
+            for after, group, cost in dealer.options(filled, number, candidates[number]):
+                if after in ahead[-1]:
+                    total = cost + ahead[-1][after]
+                    here[filled] = min(total, here.get(filled, total))
+                    if group >= 0:
+                        key = dealer.groups[group][filled[group]].key
+                        fits.setdefault(key, set()).add(candidates[number].name)
+        ahead.append(here)
+    ahead.reverse()
+    names: dict[str, str] = {}
+    filled = next(iter(dealer.start()))
+    for number, candidate in enumerate(candidates):
+        ways = [way for way in dealer.options(filled, number, candidate) if way[0] in ahead[number + 1]]
+        after, group, _ = min(ways, key=lambda way: way[2] + ahead[number + 1][way[0]])
+        if group >= 0:
+            names[dealer.groups[group][filled[group]].key] = candidate.name
+        filled = after
+    cut_short = any(len(layer) >= dealer.most for layer in layers)  # so many ways that some were not followed
+    return Matching(names, frozenset(key for key in names if cut_short or len(fits[key]) > 1))
 
 
 def match_shapes(candidates: Sequence[Candidate], groups: Sequence[Sequence[Position]]) -> Matching:

@@ -102,8 +102,9 @@ def looks_like_model(name: str) -> bool:
 
 
 def looks_other(name: str) -> bool:
-    """Whether a name says that a section is no model, whatever it holds."""
-    return looks_random(name) or any(_OTHER.match(part) for part in name.split("."))
+    """Whether the last part of a name says that a section is no model, whatever it holds."""
+    last = name.rpartition(".")[2]
+    return looks_random(last) or bool(_OTHER.match(last))
 
 
 def is_buffer_name(fqn: str) -> bool:

@@ -2,8 +2,9 @@
 
 safetensors files list tensors by name. What PyTorch guarantees is used as it is: a module's own parameters come before
 those of its submodules, and numbered submodules come in numeric order. For the rest there are conventions (`q_proj`
-before `k_proj`, weight before bias, embeddings first, heads last), and there are shapes: an order is taken only if
-the optimizer's positions can be dealt to it (see `order`). Modules built alike have the same order.
+before `k_proj`, weight before bias, embeddings first, heads last), and there are shapes: of the orders to which the
+optimizer's positions can be dealt (see `order`), the one nearest to convention is taken. Modules built alike have the
+same order.
 """
 
 from __future__ import annotations
@@ -11,42 +12,84 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
 
-from samerun.formats.statedict.order import Candidate, Matching, Position, count_matched, match_order
+from samerun.formats.statedict.order import Candidate, Dealer, Layer, Matching, Position, match_order
 
-_MOST_PERMUTED = 6
-_MAX_TRIALS = 4_000
+_MAX_TRIALS = 30_000
+_MAX_WALKS = 10
 
-# Names of siblings, in the order in which the classes that have all of them register them. The first row that a set of
-# siblings contains completely decides; patterns match whole names.
+# Names of siblings in the order in which classes that have all of them register them (transformers 5, torch.nn,
+# torchtitan, fairseq's descendants). Of the rows that a set of siblings contains completely, the longest decides.
 _FAMILIES: tuple[tuple[str, ...], ...] = (
-    ("k_proj", "v_proj", "q_proj", "out_proj"),  # OPT, BART, CLIP, Whisper, GPT-Neo, GPT-J
-    ("q_proj", "k_proj", "v_proj", "o_proj"),  # Llama and its relatives
-    ("gate_proj", "up_proj", "down_proj"),
-    ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"),
-    ("self_attn", "linear1", "linear2", "norm1", "norm2"),  # torch.nn.TransformerEncoderLayer
-    ("self_attn", "multihead_attn", "linear1", "linear2", "norm1", "norm2", "norm3"),
-    ("self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"),  # BART, OPT, Whisper
-    ("attention", "feed_forward", "attention_norm", "ffn_norm"),  # Llama as Meta and torchtitan write it
-    ("attention", "intermediate", "output"),  # BERT
+    # attention
+    ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ("k_proj", "v_proj", "q_proj", "out_proj"),
+    ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"),
+    ("q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"),
     ("query", "key", "value"),
-    ("SelfAttention", "layer_norm"),  # T5
-    ("q", "k", "v", "o"),
-    ("wi_0", "wi_1", "wo"),
-    ("word_embeddings", "position_embeddings", "token_type_embeddings"),
-    ("dense", "LayerNorm"),
-    ("layer_norm1", "mlp", "layer_norm2"),  # CLIP: self_attn, layer_norm1, mlp, layer_norm2
-    ("ln_1", "attn", "ln_2", "mlp"),  # GPT-2
+    ("query_key_value", "dense"),
+    ("self", "output"),
     ("c_attn", "c_proj"),
+    ("q", "k", "v", "o"),
+    ("Wqkv", "Wo"),
+    # feed-forward and experts
+    ("gate_proj", "up_proj", "down_proj"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
     ("c_fc", "c_proj"),
-)
+    ("wi_0", "wi_1", "wo"),
+    ("Wi", "Wo"),
+    ("intermediate_dense", "output_dense"),
+    ("gate", "experts", "shared_expert", "shared_expert_gate"),
+    ("experts", "gate", "shared_experts"),
+    ("gate", "experts"),
+    ("gate_up_proj", "down_proj"),
+    ("in_proj", "x_proj", "dt_proj", "out_proj"),
+    # blocks
+    ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
+     "post_feedforward_layernorm"),
+    ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"),
+    ("self_attn", "mlp", "post_attention_layernorm", "post_feedforward_layernorm"),
+    ("self_attn", "block_sparse_moe", "input_layernorm", "post_attention_layernorm"),
+    ("input_layernorm", "post_attention_layernorm", "attention", "mlp"),
+    ("input_layernorm", "self_attention", "post_attention_layernorm", "mlp"),
+    ("self_attention", "mlp", "input_layernorm"),
+    ("attention", "feed_forward", "attention_norm", "ffn_norm"),
+    ("self_attn", "self_attn_layer_norm", "encoder_attn", "encoder_attn_layer_norm", "fc1", "fc2", "final_layer_norm"),
+    ("self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"),
+    ("self_attn", "layer_norm1", "mlp", "layer_norm2"),
+    ("self_attn", "linear1", "linear2", "norm1", "norm2"),
+    ("self_attn", "multihead_attn", "linear1", "linear2", "norm1", "norm2", "norm3"),
+    ("ln_1", "attn", "ln_2", "mlp"),
+    ("attention", "intermediate", "output"),
+    ("attention", "intermediate", "output", "layernorm_before", "layernorm_after"),
+    ("attention", "layernorm_before", "layernorm_after", "mlp"),
+    ("attention", "layer_norm", "feed_forward", "final_layer_norm"),
+    ("attention", "sa_layer_norm", "ffn", "output_layer_norm"),
+    ("attn_norm", "attn", "mlp_norm", "mlp"),
+    ("attn", "mlp_norm", "mlp"),
+    ("SelfAttention", "layer_norm"),
+    ("DenseReluDense", "layer_norm"),
+    ("norm", "mixer"),
+    ("dense", "LayerNorm"),
+    # embeddings and whole models
+    ("word_embeddings", "position_embeddings", "token_type_embeddings", "LayerNorm"),
+    ("word_embeddings", "position_embeddings", "LayerNorm"),
+    ("embed_tokens", "embed_positions", "final_layer_norm", "layers"),
+    ("embed_tokens", "embed_positions"),
+    ("embed_positions", "layers", "layernorm_embedding"),
+    ("pos_conv_embed", "layer_norm", "layers"),
+    ("layer_norm", "projection"),
+    ("embeddings", "pre_layrnorm", "encoder", "post_layernorm"),
+    ("vocab_transform", "vocab_layer_norm", "vocab_projector"),
+)  # fmt: skip
+_BY_LENGTH = sorted(_FAMILIES, key=len, reverse=True)
 
 # Otherwise: the earliest pattern that a name matches gives its place, then a number at its end, then the alphabet.
 _STAGES: tuple[str, ...] = (
-    r"(?:shared|.*emb(?:ed.*)?|wte|.*token.*|patch.*|stem)",
-    r"(?:wpe|pos.*|.*position.*)",
-    r"(?:in_?proj.*|.*input.*)",
+    r"(?:shared|embed(?:ding)?s?|emb|wte|.*tok(?:en)?(?:s|_.*)?|.*word_emb.*|patch.*|stem)",
+    r"(?:wpe|pos.*|.*position.*|.*emb(?:ed.*)?)",
+    r"(?:in_?proj.*|.*input.*|pre_.*|.*_before)",
     r"(?:enc(?:oder)?.*)",
     r"(?:dec(?:oder)?.*)",
     r"(?:layers?|blocks?|h|stages?|body|backbone|model|transformer|\d+)",
@@ -54,18 +97,20 @@ _STAGES: tuple[str, ...] = (
     r"(?:wqkv|qkv.*|w?q(?:uery)?(?:_.*)?)",
     r"(?:w?k(?:ey)?(?:_.*)?)",
     r"(?:w?v(?:alue)?(?:_.*)?)",
-    r"(?:(?:self_?)?att(?:entio)?n.*|mixer)",
+    r"(?:(?:self_?)?att(?:entio)?n(?:_\d+)?|mixer|self)",
     r"(?:w?o(?:ut(?:put)?)?_?(?:proj|lin.*)?|c_proj|proj)",
     r"(?:n|ln|norm|layer_?norm|.*_ln|.*_norm|bn)_?0*2",
     r"(?:.*gate.*)",
     r"(?:ffn|mlp|feed_?forward|w\d|fc\d?|.*linear.*|.*up.*|dense.*)",
     r"(?:.*down.*)",
     r"(?:.*norm.*|ln.*|n\d*|.*_ln)",
-    r"(?:.*head.*|.*classifier.*|score|out(?:put)?.*|proj_out)",
+    r"(?:.*head.*|.*classifier.*|score|cls|pooler|out(?:put)?.*|proj_out|predictions)",
 )
-_LEAVES = ("weight", "weight_g", "weight_v", "in_proj_weight", "in_proj_bias", "bias")
+_LEAVES = ("weight", "weight_g", "weight_v", "in_proj_weight", "gate_up_proj", "down_proj", "in_proj_bias", "bias")
 _STAGE_PATTERNS = tuple(re.compile(stage, re.IGNORECASE) for stage in _STAGES)
 _MIDDLE = _STAGES.index(next(stage for stage in _STAGES if "feed_?forward" in stage))
+
+Orders = Mapping[object, tuple[str, ...]]
 
 
 @dataclass(slots=True)
@@ -88,11 +133,8 @@ class Registered:
 def match_registration(candidates: Sequence[Candidate], groups: Sequence[Sequence[Position]]) -> Registered | None:
     """Finds an order of registration to which the groups' positions can be dealt. Returns None if none is found."""
     root = _tree(candidates)
-    orders = {node.signature: _usual(list(node.inner)) for node in _modules(root)}
-    matching = match_order(list(_walk(root, orders)), groups)
-    if matching is None:
-        orders = _search(root, orders, groups)
-        matching = match_order(list(_walk(root, orders)), groups) if orders else None
+    order = _Search(Dealer.of(len(candidates), groups)).run(root)
+    matching = match_order(order, groups) if order is not None else None
     if matching is None:
         return None
     return Registered(matching, _assumed(candidates, matching, groups))
@@ -112,30 +154,128 @@ def _tree(candidates: Sequence[Candidate]) -> _Node:
 
 def _sign(node: _Node) -> object:
     own = tuple(sorted((leaf, candidate.shape) for leaf, candidate in node.own.items()))
-    inner = tuple(
-        sorted((name if not name.isdigit() else "", hash(_sign(child))) for name, child in node.inner.items())
-    )
-    node.signature = (own, inner)
+    inner = sorted((name if not name.isdigit() else "", hash(_sign(child))) for name, child in node.inner.items())
+    node.signature = (own, tuple(inner))
     return node.signature
 
 
-def _modules(node: _Node) -> Iterator[_Node]:
-    yield node
-    for child in node.inner.values():
-        yield from _modules(child)
+# What is still to be walked: tensors and modules, as a linked list so that branches of the search share it.
+_Rest = tuple["Candidate | _Node | _Choice", "_Rest"] | None
 
 
-def _walk(node: _Node, orders: Mapping[object, tuple[str, ...]]) -> Iterator[Candidate]:
-    """Yields the tensors as `named_parameters()` of a model registered in these orders does."""
-    for leaf in sorted(node.own, key=_leaf_place):
-        yield node.own[leaf]
-    order = orders[node.signature]
-    for name in order if set(order) == node.inner.keys() else _usual(list(node.inner)):
-        yield from _walk(node.inner[name], orders)
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A module whose submodules (or own tensors) are partly walked: which come next is open.
+
+    `chosen` are those walked, `left` the others in usual order.
+    """
+
+    node: _Node
+    kind: object
+    chosen: tuple[str, ...]
+    left: tuple[str, ...]
 
 
-def _leaf_place(leaf: str) -> tuple[int, str]:
-    return (_LEAVES.index(leaf) if leaf in _LEAVES else -1, leaf)
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Where the search stands: what is still to be walked, what was, and the orders settled by kind of module."""
+
+    rest: _Rest
+    layer: Layer
+    walked: tuple[Candidate, ...]
+    orders: Orders
+
+
+class _Search:
+    """Walks the modules in usual order as long as tensors can be dealt, and goes back to the last choice otherwise.
+
+    The first module of a kind makes the choices; later ones follow them. So the first order that fits differs from the
+    usual one as late as possible. Gives up after a bounded number of tensors.
+    """
+
+    def __init__(self, dealer: Dealer) -> None:
+        self.dealer = dealer
+        self.trials = 0
+        self.most_trials = _MAX_TRIALS
+
+    def run(self, root: _Node) -> list[Candidate] | None:
+        """Returns the tensors in an order that fits, None if none was found."""
+        if self.dealer.spare < 0:
+            return None
+        self.most_trials += _MAX_WALKS * sum(len(group) for group in self.dealer.groups)
+        open_choices: list[Iterator[_State]] = []
+        state: _State | None = _State((root, None), self.dealer.start(), (), {})
+        while state is not None:
+            reached = self.walk(state)
+            if reached is not None and reached.rest is None:
+                return list(reached.walked)
+            if reached is not None:
+                open_choices.append(_alternatives(reached))
+            state = None
+            while open_choices and state is None and self.trials <= self.most_trials:
+                state = next(open_choices[-1], None)
+                if state is None:
+                    open_choices.pop()
+        return None
+
+    def walk(self, state: _State) -> _State | None:
+        """Walks on to the end (nothing rests) or to the next choice (it is the first of the rest); None if stuck."""
+        rest, layer, walked, orders = state.rest, state.layer, list(state.walked), state.orders
+        while rest is not None:
+            item, after = rest
+            if isinstance(item, Candidate):
+                self.trials += 1
+                layer = self.dealer.deal(layer, len(walked), item)
+                if not layer:
+                    return None
+                walked.append(item)
+                rest = after
+            elif isinstance(item, _Node):
+                rest = _enter(item, after, orders)
+            elif len(item.left) < 2:
+                orders = {**orders, item.kind: (*item.chosen, *item.left)}
+                rest = _push(item.node, item.left, after)
+            else:
+                break
+        if rest is None and not self.dealer.done(layer):
+            return None
+        return _State(rest, layer, tuple(walked), orders)
+
+
+def _alternatives(state: _State) -> Iterator[_State]:
+    """Yields what follows from each way to decide the choice that comes first."""
+    if state.rest is None or not isinstance(state.rest[0], _Choice):
+        return
+    choice, rest = state.rest[0], state.rest[1]
+    for name in choice.left:
+        left = tuple(other for other in choice.left if other != name)
+        after: _Rest = (_Choice(choice.node, choice.kind, (*choice.chosen, name), left), rest)
+        yield _State(_push(choice.node, (name,), after), state.layer, state.walked, state.orders)
+
+
+def _enter(node: _Node, rest: _Rest, orders: Orders) -> _Rest:
+    """Puts a module's own tensors, then its submodules, before the rest."""
+    for own in (False, True):  # what is put there last is walked first
+        names = _usual_leaves(node) if own else _usual(list(node.inner))
+        kind = (node.signature, own)
+        settled = orders.get(kind)
+        if all(name.isdigit() for name in names):
+            rest = _push(node, names, rest)
+        elif settled is not None and set(settled) == set(names):
+            rest = _push(node, settled, rest)
+        else:
+            rest = (_Choice(node, kind, (), names), rest)
+    return rest
+
+
+def _push(node: _Node, names: Sequence[str], rest: _Rest) -> _Rest:
+    for name in reversed(names):
+        rest = (node.own[name] if name in node.own else node.inner[name], rest)
+    return rest
+
+
+def _usual_leaves(node: _Node) -> tuple[str, ...]:
+    return tuple(sorted(node.own, key=lambda leaf: (_LEAVES.index(leaf) if leaf in _LEAVES else -1, leaf)))
 
 
 def _usual(names: list[str]) -> tuple[str, ...]:
@@ -143,7 +283,7 @@ def _usual(names: list[str]) -> tuple[str, ...]:
     if all(name.isdigit() for name in names):
         return tuple(sorted(names, key=int))
     ordered = sorted(names, key=_place)
-    family = next((row for row in _FAMILIES if set(row) <= set(names)), None)
+    family = next((row for row in _BY_LENGTH if set(row) <= set(names)), None)
     if family is None:
         return tuple(ordered)
     ranks = iter(family)
@@ -154,40 +294,6 @@ def _place(name: str) -> tuple[int, int, str]:
     stage = next((i for i, pattern in enumerate(_STAGE_PATTERNS) if pattern.fullmatch(name)), _MIDDLE)
     number = re.search(r"(\d+)$", name)
     return stage, int(number.group(1)) if number else 0, name
-
-
-def _search(
-    root: _Node, orders: dict[object, tuple[str, ...]], groups: Sequence[Sequence[Position]]
-) -> dict[object, tuple[str, ...]] | None:
-    """Permutes siblings, one kind of module at a time, as long as that lets more tensors be dealt.
-
-    The kinds that take part are those on the way to the first tensor that does not fit, and their parents' kinds.
-    """
-    trials = 0
-    kinds = {node.signature for node in _modules(root) if 2 <= len(node.inner) <= _MOST_PERMUTED}
-    total = len(list(_walk(root, orders)))
-    best = _score(root, orders, groups)
-    while best < total + 1:
-        improved = None
-        for kind in kinds:
-            for order in permutations(orders[kind]):
-                trials += 1
-                if trials > _MAX_TRIALS:
-                    return None
-                score = _score(root, {**orders, kind: order}, groups)
-                if score > best:
-                    best, improved = score, (kind, order)
-        if improved is None:
-            return None
-        orders = {**orders, improved[0]: improved[1]}
-    return orders
-
-
-def _score(root: _Node, orders: Mapping[object, tuple[str, ...]], groups: Sequence[Sequence[Position]]) -> int:
-    """Returns how many tensors can be dealt in this order, plus one if all can and every place is filled."""
-    candidates = list(_walk(root, orders))
-    count = count_matched(candidates, groups)
-    return count + (count == len(candidates) and match_order(candidates, groups) is not None)
 
 
 def _assumed(
