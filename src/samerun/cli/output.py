@@ -99,17 +99,18 @@ def report_failure(error: BaseException) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if isinstance(error, OSError):
-        place = f" [{error.filename}]" if error.filename else ""
-        click.echo(f"error   SR-IO-FAILED  {error.strerror or error}{place}", err=True)
+        where = {"file": str(error.filename)} if error.filename else {}
+        print_problems([Problem("SR-IO-FAILED", str(error.strerror or error), where=where)], stderr_console())
         return 2
     return _report_defect(error)
 
 
 def _report_defect(error: BaseException) -> int:
     last = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
-    place = f" at {os.path.basename(last.filename)}:{last.lineno}" if last else ""
-    click.echo(f"error   SR-INTERNAL  {type(error).__name__}: {error}{place}", err=True)
-    click.echo("        This is a defect in samerun. SAMERUN_TRACEBACK=1 shows where it came from.", err=True)
+    where = {"file": os.path.basename(last.filename), "line": last.lineno} if last else {}
+    hint = "this is a defect in samerun; SAMERUN_TRACEBACK=1 shows where it came from"
+    problem = Problem("SR-INTERNAL", f"{type(error).__name__}: {error}", where=where, hint=hint)
+    print_problems([problem], stderr_console())
     if os.environ.get("SAMERUN_TRACEBACK"):
         traceback.print_exception(error)
     return 2

@@ -88,12 +88,14 @@ class TerminalProgress:
         self._say(f"{_label(result.stage)}  passed earlier ({result.started}), kept", "dim")
 
     def stage_ends(self, result: StageResult) -> None:
-        """The outcome, and every finding."""
+        """The outcome, and its findings."""
+        from samerun.cli.judge import print_grouped
+
         self.close()
         style = "green" if result.passed else "bold red"
         if result.stage != "07-judge":
             self._say(f"{'':{len(_label(result.stage))}}  {result.status}, {result.seconds:.1f} s", style)
-            print_problems(result.problems, self._console)
+            print_grouped(result.problems, self._console, f"stages/{result.stage}/result.json")
 
     def job_begins(self, title: str, command: str, limit_seconds: float) -> None:
         """The command line as one could type it."""
@@ -114,7 +116,7 @@ class TerminalProgress:
             self._status.update(self._moving(elapsed_seconds))
         elif time.monotonic() - self._last_beat > HEARTBEAT_SECONDS:
             self._last_beat = time.monotonic()
-            self._say(f"  {elapsed_seconds:.0f} s  {self._last_line[:160]}", "dim")
+            self._say(f"  {elapsed_seconds:.0f} s  {self._last_line[:160] or '(no output yet)'}", "dim")
 
     def job_ends(self, seconds: float, status: str) -> None:
         """How the job ended."""

@@ -13,10 +13,10 @@ The floor is numerical analysis, not experience. Two orders of summing the same 
 `u * sqrt(n)` and hardly ever by more than a small multiple of it, with `u` the unit round-off of the type in which the
 terms are computed (Higham and Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput.
 41(5), 2019). A mean divides by n, so the rounding of its n terms leaves a relative `u / sqrt(n)`; the accumulation
-itself runs in fp32 and leaves a few `u32`. Hence `floor = growth x max(u32, u / sqrt(n))`; a metric of single examples
-averages nothing, so there n is 1; and a norm that is held in the compute type cannot be known better than `2 u`. The
-growth factor says how much arithmetic lies between the inputs and the metric (`GROWTH`), and `CEILING` is the point at
-which a band no longer judges anything.
+itself runs in fp32 and leaves some `u32`. Hence `floor = max(accumulated x u32, rounded x u / sqrt(n))`. A metric of
+single examples averages nothing, so there n is 1; and a norm that is held in the compute type cannot be known better
+than `2 u`. The two factors say how much arithmetic lies between the inputs and the metric (`GROWTH`), and `CEILING` is
+the point at which a band no longer judges anything.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from samerun.errors import Problem
 
 METRICS = ("loss", "grad_norm", "update_norm", "parameter_delta", "eval_loss", "eval_logits")
 
-GROWTH: Mapping[str, float] = {
-    "loss": 16.0,  # one mean over all tokens behind the whole forward pass
-    "grad_norm": 64.0,  # forward, backward and a sum of squares over all parameters
-    "update_norm": 64.0,  # the same, through the optimizer, which divides by small numbers
-    "parameter_delta": 256.0,  # one tensor alone: little averages its noise away
-    "eval_loss": 8.0,  # of one example, without dividing by its tokens
-    "eval_logits": 16.0,  # the largest of many differences, against the largest logit
+GROWTH: Mapping[str, tuple[float, float]] = {
+    "loss": (16.0, 4.0),  # one mean over all tokens behind the whole forward pass
+    "grad_norm": (128.0, 128.0),  # forward, backward and a sum of squares over all parameters
+    "update_norm": (64.0, 32.0),  # the same, through the optimizer, which divides by small numbers
+    "parameter_delta": (256.0, 256.0),  # one tensor alone: little averages its noise away
+    "eval_loss": (8.0, 2.0),  # of one example, without dividing by its tokens
+    "eval_logits": (16.0, 4.0),  # the largest of many differences, against the largest logit
 }
-"""How many unit round-offs of difference are ordinary for each metric when only the order of sums changed.
+"""How many round-offs of difference are ordinary for each metric when only the order of sums changed: `accumulated` in
+units of fp32's, `rounded` in units of the compute type's over sqrt(n).
 
-Measured between layouts (4 ranks to 3, 2, TP 2 x DP 2, HSDP 2 x 2) on a small GPT: in fp32 at most a fifth of these, in
-bf16 at most a third; `docs/judging.md` has the table."""
+Measured between layouts (4 ranks to 3, 2, TP 2 x DP 2, HSDP 2 x 2) on a small GPT; `docs/judging.md` has the table."""
 
 SINGLE = frozenset({"eval_loss", "eval_logits"})
 """Metrics of single examples: nothing is averaged, whatever the size of an update."""
@@ -58,8 +58,12 @@ CEILING: Mapping[str, float] = {
     "eval_loss": 0.05,
     "eval_logits": 0.1,
 }
-"""Largest relative limit that still judges something. Beyond it a halved learning rate, a reset optimizer or a wrong
-batch could hide inside the band, so the answer is to abstain."""
+"""Largest relative limit that still judges something: beyond it a wrongly scaled gradient, a reset optimizer or a wrong
+batch could hide inside the band. No band from controls is wider."""
+
+SPARE = 3.0
+"""A band must be at least this many times as wide as what the controls themselves differ by. Where the ceiling leaves
+less, an innocent candidate could fail, so the answer is to abstain."""
 
 Origin = Literal["control", "precision", "user"]
 
@@ -173,7 +177,8 @@ def precision_floor(metric: str, dtype: DType, num_terms: int) -> float:
     """
     accumulation = DTYPES["float32"].unit_roundoff if dtype.num_bytes <= 4 else dtype.unit_roundoff
     terms = 1 if metric in SINGLE else max(num_terms, 1)
-    floor = GROWTH[metric] * max(accumulation, dtype.unit_roundoff / math.sqrt(terms))
+    accumulated, rounded = GROWTH[metric]
+    floor = max(accumulated * accumulation, rounded * dtype.unit_roundoff / math.sqrt(terms))
     return max(floor, 2 * dtype.unit_roundoff) if metric in HELD_IN_COMPUTE_TYPE else floor
 
 
@@ -189,6 +194,8 @@ def band_from_controls(
 ) -> Band:
     """Returns the band that repeated controls give: `max(floor, factor x running maximum)` at each update.
 
+    A relative band does not become wider than the metric's ceiling.
+
     Args:
         metric: one of `METRICS`.
         first_update: the update that the first deviation belongs to.
@@ -200,11 +207,12 @@ def band_from_controls(
     """
     worst = tuple(max(column) for column in zip(*observed, strict=True))
     largest = running_max(worst)
+    ceiling = math.inf if absolute else max(CEILING[metric], floor)
     return Band(
         metric=metric,
         tensor=tensor,
         first_update=first_update,
-        limits=tuple(max(floor, factor * value) for value in largest),
+        limits=tuple(min(max(floor, factor * value), ceiling) for value in largest),
         origin="control" if max(largest) > 0 else "precision",
         absolute=absolute,
         floor=floor,
@@ -248,7 +256,7 @@ def for_tensor(band: Band, tensor: str) -> Band:
 
 
 def check_band(band: Band) -> list[Problem]:
-    """Returns a finding when the band is too wide to judge anything: the controls disagree with each other too much.
+    """Returns a finding when the band judges nothing: the controls disagree too much, or the floor is too high.
 
     A limit that the user gave is the user's decision and is not questioned; neither is an absolute one, whose scale is
     not known here.
@@ -256,22 +264,21 @@ def check_band(band: Band) -> list[Problem]:
     ceiling = CEILING[band.metric]
     if band.origin == "user" or band.absolute:
         return []
-    too_wide = [index for index, limit in enumerate(band.limits) if limit > ceiling]
-    if not too_wide:
+    spread = running_max(band.observed)
+    noisy = [index for index, value in enumerate(spread) if value * SPARE > ceiling]
+    if not noisy and band.floor <= ceiling:
         return []
-    first = too_wide[0]
+    first = noisy[0] if noisy else 0
     return [
         Problem(
             "SR-CONTROL-NOISY",
-            f"the controls differ so much in {band.metric} that no candidate could be judged by it",
+            f"the controls differ so much in {band.metric} that no candidate could be judged by it"
+            if noisy
+            else f"the floor of {band.metric} is so high that no candidate could be judged by it",
             where={"update": band.first_update + first, "key": band.metric, "stage": "control"},
-            expected=f"a limit of at most {ceiling:g}",
-            found=f"{band.limits[first]:.3g}, from a deviation of {_at(band.observed, first):.3g} between the controls",
+            expected=f"a deviation of at most {ceiling / SPARE:.3g}" if noisy else f"a floor of at most {ceiling:g}",
+            found=f"{spread[first]:.3g}" if noisy else f"{band.floor:.3g}",
             hint="make the run more repeatable (deterministic kernels, fp32, dropout off), shorten the window, or give "
             f"tolerances.{band.metric} your own limit with its reason",
         )
     ]
-
-
-def _at(observed: Sequence[float], index: int) -> float:
-    return max(observed[: index + 1], default=math.nan)

@@ -18,7 +18,7 @@ def decide(settings: DemoSettings, example: Path) -> dict[str, Any]:
     """Returns the answers by dotted key of the manifest."""
     script = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(example.glob("*.py")))).hexdigest()
     return {
-        "run.name": settings.name,
+        "run.name": f"demo to {settings.destination}",
         "run.model_commit": script[:12],
         "run.precision": "bfloat16" if settings.precision != "float32" else "float32",
         "source.layout": settings.source.to_dict(short=True),

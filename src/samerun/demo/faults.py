@@ -124,17 +124,28 @@ FAULTS: dict[str, Fault] = {fault.name: fault for fault in _ALL}
 
 def damage_files(fault: Fault, checkpoint: Path) -> str:
     """Damages a checkpoint that is the demonstration's own, and returns what was done in words."""
-    shard = max(checkpoint.glob("*.distcp"), key=lambda file: file.name)
     if fault.name == "shard-missing":
+        shard = max(checkpoint.glob("*.distcp"), key=lambda file: file.name)
         shutil.move(shard, checkpoint.parent / f"lost-{shard.name}")
         return f"{shard.name} taken away"
-    with shard.open("r+b") as file:
-        offset = shard.stat().st_size // 2
+    return flip_bit(checkpoint)
+
+
+def flip_bit(checkpoint: Path) -> str:
+    """Flips one bit in the middle of the largest parameter; returns what was done in words."""
+    from samerun.formats.detect import open_checkpoint
+
+    opened = open_checkpoint(checkpoint)
+    key, entry = max(opened.state.tensors.items(), key=lambda item: (item[1].key.role == "param", item[1].num_bytes))
+    extent = opened.locate(key, len(entry.tiling) - 1)
+    opened.close()
+    offset = extent.offset_bytes + extent.num_bytes // 2
+    with extent.file.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
         file.seek(offset)
         file.write(bytes([byte ^ 0x10]))
-    return f"one bit flipped at byte {offset} of {shard.name}"
+    return f"one bit of {key} flipped, at byte {offset} of {extent.file.name}"
 
 
 def damage_launcher(fault: Fault, launcher: Path) -> str:

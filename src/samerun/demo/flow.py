@@ -95,21 +95,22 @@ def make_manifest(space: Workspace, verb: Verb, say: Say) -> int:
 def run_demo(settings: DemoSettings, verb: Verb, watcher: Watcher, say: Say) -> DemoOutcome:
     """Trains, moves, breaks what is to be broken, and judges.
 
-    A move with a fault goes through the same sealed control as the clean one to the same layout, when that was made
-    in this workspace before; else its control is run first. The fault comes after the seal.
+    A move with a fault in the job goes through the same sealed control as the clean one to the same layout, when that
+    was made in this workspace before; else its control is run first. The fault comes after the seal. Files are damaged
+    after the plan, as when a shard is lost on the way to the new machines.
     """
     space, fault = Workspace(settings), settings.fault
     space.check_directory()
     space.copy_example()
     train_source(space, watcher)
     space.prepare()
-    if fault is not None and fault.where is Where.FILES:
-        say(f"fault {fault.name}: {damage_files(fault, space.checkpoint)}")
     verb(["inspect", str(space.checkpoint)])
     if code := make_manifest(space, verb, say):
         return DemoOutcome(code, {}, (), None)
     run = ["run", str(space.manifest), "--dir", str(space.rundir)]
-    if fault is not None and fault.where is not Where.FILES:
+    if fault is not None and fault.where is Where.FILES:
+        say(f"fault {fault.name}: {fault.story} ({damage_files(fault, space.checkpoint)})")
+    elif fault is not None:
         if not share_control(space):
             verb([*run, "--until", "control"])
         say(f"fault {fault.name}: {fault.story} ({damage_launcher(fault, space.launcher)})")

@@ -152,7 +152,7 @@ def view_extent(files: MappedFiles, extent: Extent) -> Array:
     buffer = files.map(extent.file)
     kind = numpy_dtype(extent.dtype)
     if math.prod(extent.shape) == 0:
-        return np.empty(extent.shape, kind)
+        return _read_only(np.empty(extent.shape, kind))
     last = sum((size - 1) * stride for size, stride in zip(extent.shape, extent.strides, strict=True))
     if (
         extent.offset_bytes < 0
@@ -171,8 +171,12 @@ def view_extent(files: MappedFiles, extent: Extent) -> Array:
         )
     strides = tuple(stride * kind.itemsize for stride in extent.strides)
     view = np.ndarray(extent.shape, kind, buffer=buffer, offset=extent.offset_bytes, strides=strides)
-    view.flags.writeable = False
-    return _swapped(view) if extent.big_endian else view
+    return _read_only(_swapped(view) if extent.big_endian else view)
+
+
+def _read_only(array: Array) -> Array:
+    array.flags.writeable = False
+    return array
 
 
 def _swapped(view: Array) -> Array:

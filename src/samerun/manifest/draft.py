@@ -231,7 +231,7 @@ def _is_recorded(topology: Topology) -> bool:
 
     A conclusion cannot tell context-parallel ranks from data-parallel ones, and so not count the batch replicas.
     """
-    return topology.inferred is None or "saved object" in topology.inferred
+    return topology.inferred is None or "saved object" in topology.inferred or topology.world_size == 1
 
 
 def _put_sides(draft: _Draft, facts: _Facts, *, told: bool) -> None:

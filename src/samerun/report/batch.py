@@ -136,7 +136,9 @@ def _sentence(text: str) -> str:
 
 def _equation(dealing: Dealing) -> str:
     if dealing.is_uniform:
-        return f"{dealing.replicas} replicas × {dealing.max_microbatch} × {dealing.passes} passes = {dealing.global_batch}"
+        return (
+            f"{dealing.replicas} replicas × {dealing.max_microbatch} × {dealing.passes} passes = {dealing.global_batch}"
+        )
     shares = sorted(set(dealing.shares), reverse=True)
     each = "/".join(map(str, shares))
     return f"{dealing.replicas} replicas, {each} samples each in {dealing.passes} passes = {dealing.global_batch}"
@@ -148,11 +150,8 @@ def draw_grid(dealing: Dealing, allowed: int, *, idle: int = 0) -> Grid:
     rows = _runs(dealing.microbatches, MAX_ROWS)
     whole = len(columns) <= MAX_COLUMNS and len(rows) <= MAX_ROWS
     columns, rows = columns[:MAX_COLUMNS], rows[:MAX_ROWS]
-    cells = tuple(
-        tuple(_cell(dealing.microbatches[row][column], allowed) for column, _ in columns) for row, _ in rows
-    )
-    shares = sorted(set(dealing.shares))
-    share = f"{shares[0]} to {shares[-1]}" if len(shares) > 1 else f"{shares[0]}"
+    cells = tuple(tuple(_cell(dealing.microbatches[row][column], allowed) for column, _ in columns) for row, _ in rows)
+    share = "/".join(map(str, sorted(set(dealing.shares), reverse=True)))
     return Grid(
         columns=tuple(_label(first, count) for first, count in columns),
         rows=tuple(_label(first, count) for first, count in rows),
@@ -160,7 +159,7 @@ def draw_grid(dealing: Dealing, allowed: int, *, idle: int = 0) -> Grid:
         idle=idle,
         whole=whole,
         summary=f"{dealing.global_batch} samples dealt to {dealing.replicas} replicas in {dealing.passes} passes, "
-        f"{share} to each" + (f"; {idle} replicas idle" if idle else ""),
+        f"{share} to each" + (f"; {idle} idle" if idle else ""),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeGuard
 
 Value = float | None
 Scale = Literal["linear", "log"]
@@ -21,6 +21,15 @@ MAX_POINTS = 2000
 """Most points that a drawn line has; longer ones are drawn by the extremes of each slot of the drawing."""
 MAX_DOTS = 80
 """Up to so many points each gets a dot."""
+MAX_DECADES = 16
+"""Decades that a logarithmic scale shows; what lies further below the top is drawn as zero."""
+LARGEST, SMALLEST = 1e300, 1e-280
+"""Beyond them a number is as good as infinite, or as zero."""
+
+
+def is_drawable(value: Value) -> TypeGuard[float]:
+    """Returns whether there is a number to draw."""
+    return value is not None and math.isfinite(value) and abs(value) < LARGEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +44,7 @@ class Series:
     @property
     def finite(self) -> list[float]:
         """The values that can be drawn."""
-        return [value for value in self.values if value is not None and math.isfinite(value)]
+        return [value for value in self.values if is_drawable(value)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +65,11 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Panels over one row of x positions: `names` of them, which are update numbers or labels."""
+    """Panels over one row of x positions: `names` of them, which are numbers or labels.
+
+    Lines connect the values only where the positions are `ordered`, as updates are and tensors are not. `synced` charts
+    share their pointer and zoom.
+    """
 
     key: str
     title: str
@@ -65,6 +78,7 @@ class Chart:
     names: tuple[str, ...]
     panels: tuple[Panel, ...]
     numeric: bool = True
+    ordered: bool = True
     synced: bool = True
 
 
@@ -79,7 +93,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A drawn series: the path of its line, of its dots, and of values that are off the scale or not finite."""
+    """A drawn series: the path of its line, of its dots, and of the marks on what is not finite or above its limit."""
 
     label: str
     style: Style
@@ -113,6 +127,8 @@ class Axis:
 
     def place(self, value: float) -> float:
         """Returns the height of a value on the canvas, 0 at the top; values beyond the ends lie on them."""
+        if value == math.inf:
+            return 0.0
         if self.scale == "log":
             share = 0.0 if value <= self.low else math.log(value / self.low) / math.log(self.high / self.low)
         else:
@@ -134,10 +150,11 @@ def fit_axis(panel: Panel) -> Axis:
     """Returns a scale on which everything finite in the panel can be seen."""
     values = [value for series in panel.all_series for value in series.finite]
     if panel.scale == "log":
-        positive = [value for value in values if value > 0]
+        positive = [value for value in values if value > SMALLEST]
         if not positive:
             return Axis("log", 1e-9, 1e-6)
-        low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)) + 0.1)
+        high = math.ceil(math.log10(max(positive)) + 0.1)
+        low = max(math.floor(math.log10(min(positive))), high - MAX_DECADES)
         return Axis("log", 10.0 ** (low - 1), 10.0**high)  # the lowest decade is where zero lies
     low, high = min(values, default=0.0), max(values, default=1.0)
     margin = (high - low) * 0.08 or abs(high) * 0.05 or 1.0
@@ -147,7 +164,7 @@ def fit_axis(panel: Panel) -> Axis:
 def draw_panel(panel: Panel) -> Drawing:
     """Returns the panel as paths."""
     axis = fit_axis(panel)
-    lines = tuple(_draw_line(series, axis) for series in panel.series)
+    lines = tuple(_draw_line(series, axis, panel.limit) for series in panel.series)
     return Drawing(
         title=panel.title,
         note=panel.note,
@@ -161,18 +178,27 @@ def draw_panel(panel: Panel) -> Drawing:
     )
 
 
-def _draw_line(series: Series, axis: Axis) -> Line:
+def _draw_line(series: Series, axis: Axis, limit: Series | None = None) -> Line:
     count = len(series.values)
     points = [(_across(i, count), value) for i, value in enumerate(series.values)]
-    finite = [(x, axis.place(v)) if v is not None and math.isfinite(v) else None for x, v in points]
-    bad = [x for x, v in points if v is not None and not math.isfinite(v)]
+    finite = [(x, axis.place(v)) if is_drawable(v) else None for x, v in points]
     return Line(
         label=series.label,
         style=series.style,
         path=_path(thin_out(finite)),
         dots=_dots([point for point in finite if point is not None]) if count <= MAX_DOTS else "",
-        outside=_dots([(x, 0.0) for x in bad[:MAX_DOTS]]),
+        outside=_dots([(x, axis.place(v)) for x, v in _outside(points, series, limit)]),
     )
+
+
+def _outside(points: Sequence[tuple[float, Value]], series: Series, limit: Series | None) -> list[tuple[float, float]]:
+    """Returns what deserves a mark: values that are not finite, at the top, and deviations above their limit."""
+    limits = limit.values if limit is not None and series.style == "deviation" else (None,) * len(points)
+    marked: list[tuple[float, float]] = []
+    for (x, value), most in zip(points, limits, strict=True):
+        if value is not None and (not is_drawable(value) or (most is not None and value > most)):
+            marked.append((x, value if is_drawable(value) else math.inf))
+    return marked[:MAX_DOTS]
 
 
 def _across(index: int, count: int) -> float:
@@ -204,14 +230,14 @@ def _height(point: tuple[float, float]) -> float:
 
 
 def _path(points: Sequence[tuple[float, float] | None]) -> str:
+    """Returns lines between neighbours; a point between gaps becomes a line of no length, which is seen as a dot."""
     parts: list[str] = []
-    pen_up = True
-    for point in points:
+    for index, point in enumerate(points):
         if point is None:
-            pen_up = True
             continue
-        parts.append(f"{'M' if pen_up else 'L'}{point[0]:g} {point[1]:g}")
-        pen_up = False
+        alone = index == 0 or points[index - 1] is None
+        last = index + 1 == len(points) or points[index + 1] is None
+        parts.append(f"{'M' if alone else 'L'}{point[0]:g} {point[1]:g}{'h0' * (alone and last)}")
     return "".join(parts)
 
 
@@ -225,7 +251,7 @@ def _band(limit: Series, axis: Axis) -> str:
     count = len(limit.values)
     parts: list[str] = []
     for first, last, value in _runs(limit.values):
-        if value is None or not math.isfinite(value):
+        if not is_drawable(value):
             continue
         left, right, top = first / count * WIDTH, last / count * WIDTH, axis.place(value)
         parts.append(f"M{left:g} {HEIGHT:g}V{top:g}H{right:g}V{HEIGHT:g}Z")
@@ -249,7 +275,7 @@ def _value_ticks(axis: Axis) -> Iterator[Tick]:
         low, high = round(math.log10(axis.low)) + 1, round(math.log10(axis.high))
         step = max(1, math.ceil((high - low) / 4))
         for power in range(low, high + 1, step):
-            yield Tick(axis.place(10.0**power), f"1e{power}")
+            yield Tick(axis.place(10.0**power), f"1e{power}" if power else "1")
         return
     step = nice_step((axis.high - axis.low) / 4)
     first = math.ceil(axis.low / step)

@@ -1,38 +1,40 @@
 """The page as text: one file with its style, script and data inside, that fetches nothing.
 
 Names of tensors, log lines and whatever else comes from a run are untrusted. They reach the page in two ways only: as
-text through the templates, which escape everything, and as JSON in a data block in which no `<`, `>` or `&` is left; the
-script that reads it makes text nodes. The page's own policy forbids any other script, and every connection.
+text through the templates, which escape everything, and as JSON in a data block in which no `<`, `>` or `&` is left;
+the script that reads it makes text nodes. The page's own policy forbids any other script, and every connection.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from importlib import resources
 from typing import Any
 from urllib.parse import quote
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from samerun import __version__
 from samerun.core.size import format_size
-from samerun.report.charts import Chart, number_text
+from samerun.report.charts import Chart, Panel, number_text
 from samerun.report.layout import HUES
 from samerun.report.model import ReportModel
-from samerun.report.page import Page, plan_page
+from samerun.report.page import Page, plain_text, plan_page
 from samerun.report.samples import SamplesView, Strip
-from samerun.report.state import Agreement, StateView
+from samerun.report.state import Agreement, ParameterRow, StateView
 
-MAX_ROWS = 12_000
-"""Parameters that the table lists; of more, those whose state or change stands out most."""
+MAX_ROWS, MAX_NAME_CHARACTERS = 12_000, 700_000
+"""Parameters that the table lists; of more, or of very long names, those whose state or change stands out most."""
 MAX_CHART_VALUES = 120_000
-"""Numbers over all charts that can be hovered over; longer charts are drawn without."""
+"""Numbers over all charts that can be hovered over; charts that would exceed it are drawn without."""
 
 _AGREEMENTS: tuple[Agreement, ...] = ("equal", "differs", "missing", "unexpected", "unseen")
 
@@ -46,6 +48,26 @@ def render_html(model: ReportModel, *, base: str = "", written: datetime | None 
         written: when the report is made; now by default.
     """
     page = plan_page(model)
+    script = _static("report.js")
+    html = (
+        _environment(model, base)
+        .get_template("report.html")
+        .render(
+            page=page,
+            model=model,
+            version=__version__,
+            written=(written or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
+            style=Markup(_static("report.css")),
+            script=Markup(script),
+            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+            data=embed(page_data(page)),
+            num_listed=len(_listed(page.state.rows)) if page.state else 0,
+        )
+    )
+    return html.encode("utf-8", "replace").decode("utf-8")  # a name may hold half of a surrogate pair
+
+
+def _environment(model: ReportModel, base: str) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("samerun.report", "templates"),
         autoescape=True,
@@ -53,32 +75,26 @@ def render_html(model: ReportModel, *, base: str = "", written: datetime | None 
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
+    filters: dict[str, Callable[..., Any]] = {
         "number": format_number,
         "percent": format_percent,
-        "stage_name": stage_name,
         "bytes": format_size,
-        "thousands": lambda value: f"{value:,}",
+        "thousands": format_thousands,
         "shape": format_shape,
-        "hue": lambda number: number % HUES,
+        "plain": plain_text,
+        "prose": prose,
+        "stage_name": stage_name,
+        "hue": hue,
     }
-    environment.globals |= {
-        "link": lambda path: evidence_link(model, base, path),
+    functions: dict[str, Callable[..., Any]] = {
+        "link": partial(evidence_link, model, base),
         "cells_above": cells_above,
         "cells_below": cells_below,
+        "cells_extra": cells_extra,
     }
-    script = _static("report.js")
-    return environment.get_template("report.html").render(
-        page=page,
-        model=model,
-        version=__version__,
-        written=(written or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
-        style=Markup(_static("report.css")),
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        data=embed(page_data(page)),
-        max_rows=MAX_ROWS,
-    )
+    environment.filters.update(filters)
+    environment.globals.update(functions)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return environment
 
 
 def _static(name: str) -> str:
@@ -110,6 +126,28 @@ def format_percent(share: float) -> str:
     return f"{number_text(100 * share, 2)} %" if math.isfinite(share) else "left"
 
 
+def format_thousands(count: int) -> str:
+    """Returns a count with its thousands set apart."""
+    return f"{count:,}"
+
+
+def hue(number: int) -> int:
+    """Returns the page's colour for a rank, a replica or a part."""
+    return number % HUES
+
+
+def prose(text: str) -> Markup:
+    """Returns text of the catalogue with what stands in backticks as code.
+
+    >>> str(prose("set `a < b`"))
+    'set <code>a &lt; b</code>'
+    """
+    parts = [
+        Markup("<code>{}</code>").format(part) if odd % 2 else escape(part) for odd, part in enumerate(text.split("`"))
+    ]
+    return Markup("").join(parts)
+
+
 def stage_name(path: str) -> str:
     """Returns a path of evidence in short: the stage's name where it is a stage's result."""
     return path.removeprefix("stages/").removesuffix("/result.json")
@@ -136,6 +174,15 @@ def cells_below(strip: Strip) -> Iterator[tuple[str, int | None, str]]:
         yield kind, replica, _cell_path(places, len(strip.placed), 1)
 
 
+def cells_extra(strip: Strip) -> Iterator[tuple[int, str]]:
+    """Yields (replica, path) of the row of samples that the candidate consumed instead."""
+    groups: dict[int, list[int]] = {}
+    for place, extra in enumerate(strip.extras[: len(strip.placed)]):
+        groups.setdefault(extra.replica, []).append(place)
+    for replica, places in groups.items():
+        yield replica, _cell_path(places, len(strip.placed), 0)
+
+
 def _cell_path(places: list[int], count: int, row: int) -> str:
     """Returns the path of cells at `places` in row 0 or 1, on a canvas of `count` x 2."""
     gap = 0.08 if count <= 200 else 0.0
@@ -153,37 +200,56 @@ def embed(data: Any) -> Markup:
 
 def page_data(page: Page) -> dict[str, Any]:
     """Returns what the script needs: numbers to hover over, ids of samples, rows of the tensor table."""
-    charts = [drawn.chart for drawn in page.charts]
-    total = sum(len(series.values) for chart in charts for panel in chart.panels for series in panel.all_series)
+    tensors = _tensor_data(page.state) if page.state else None
+    known = {name: index for index, name in enumerate(tensors["name"])} if tensors else {}
     return {
-        "charts": {chart.key: _chart_data(chart) for chart in charts} if total <= MAX_CHART_VALUES else {},
+        "charts": dict(_charts_data([drawn.chart for drawn in page.charts], known)),
         "strips": _strips_data(page.samples) if page.samples else [],
-        "tensors": _tensor_data(page.state) if page.state else None,
+        "tensors": tensors,
     }
 
 
-def _chart_data(chart: Chart) -> dict[str, Any]:
-    first = chart.names[0]
-    numbered = chart.numeric and chart.names == tuple(str(int(first) + i) for i in range(len(chart.names)))
-    return {
-        "names": [int(first), len(chart.names)] if numbered else list(chart.names),
-        "x": chart.x_title,
-        "synced": chart.synced,
-        "panels": [
-            {
-                "scale": panel.scale,
-                "series": [
-                    {
-                        "label": series.label,
-                        "style": series.style,
-                        "values": [_json_number(value, 9 if panel.scale == "linear" else 3) for value in series.values],
-                    }
-                    for series in panel.all_series
-                ],
-            }
-            for panel in chart.panels
-        ],
-    }
+def _charts_data(charts: Sequence[Chart], tensors: Mapping[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
+    left = MAX_CHART_VALUES
+    for chart in charts:
+        panels = [_panel_data(panel) for panel in chart.panels]
+        count = sum(len(series.get("values", ())) for panel in panels for series in panel["series"])
+        if count <= left:
+            left -= count
+            yield (
+                chart.key,
+                {
+                    "names": _names(chart, tensors),
+                    "x": chart.x_title,
+                    "synced": chart.synced,
+                    "panels": panels,
+                },
+            )
+
+
+def _panel_data(panel: Panel) -> dict[str, Any]:
+    """Returns the series; one that has the very values of an earlier one (`as`) does not repeat them."""
+    first: dict[tuple[float | None, ...], int] = {}
+    rows: list[dict[str, Any]] = []
+    for series in panel.all_series:
+        row: dict[str, Any] = {"label": series.label, "style": series.style}
+        same = first.setdefault(series.values, len(rows))
+        if same < len(rows):
+            row["as"] = same
+        else:
+            row["values"] = [_json_number(value, 9 if panel.scale == "linear" else 3) for value in series.values]
+        rows.append(row)
+    return {"scale": panel.scale, "series": rows}
+
+
+def _names(chart: Chart, tensors: Mapping[str, int]) -> dict[str, Any]:
+    """Returns the positions' names: from where they count, which rows of the tensor table they are, or one by one."""
+    names = chart.names
+    if chart.numeric and names == tuple(str(int(names[0]) + i) for i in range(len(names))):
+        return {"from": int(names[0]), "count": len(names)}
+    if all(name in tensors for name in names):
+        return {"tensors": [tensors[name] for name in names]}
+    return {"each": list(names)}
 
 
 def _json_number(value: float | None, digits: int) -> float | int | str | None:
@@ -211,10 +277,7 @@ def _strip_data(strip: Strip) -> dict[str, Any]:
 
 def _tensor_data(state: StateView) -> dict[str, Any]:
     """Returns the table by columns: names are long and many, everything else is a number or an index."""
-    rows = state.rows
-    if len(rows) > MAX_ROWS:
-        standing_out = sorted(rows, key=lambda row: (row.agreement == "equal", -(row.deviation or 0.0)))
-        rows = tuple(standing_out[:MAX_ROWS])
+    rows = _listed(state.rows)
     dtypes = sorted({row.dtype for row in rows})
     slots = sorted({slot for row in rows for slot in row.slots})
     return {
@@ -233,6 +296,15 @@ def _tensor_data(state: StateView) -> dict[str, Any]:
         "deviation": [_json_number(row.deviation, 3) for row in rows],
         "limit": [_json_number(row.limit, 3) for row in rows],
     }
+
+
+def _listed(rows: tuple[ParameterRow, ...]) -> tuple[ParameterRow, ...]:
+    """Returns the rows that there is room for: all of them, or those that stand out most."""
+    if len(rows) <= MAX_ROWS and sum(len(row.name) for row in rows) <= MAX_NAME_CHARACTERS:
+        return rows
+    standing_out = sorted(rows, key=lambda row: (row.agreement == "equal", -(row.deviation or 0.0)))[:MAX_ROWS]
+    room = itertools.accumulate(len(row.name) for row in standing_out)
+    return tuple(row for row, used in zip(standing_out, room, strict=True) if used <= MAX_NAME_CHARACTERS)
 
 
 def _slot(slots: Mapping[str, Agreement], name: str) -> int | None:

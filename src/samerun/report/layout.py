@@ -1,8 +1,8 @@
 """Layouts as pictures: which rank belongs to which batch replica, and which rank owns which slice of a tensor.
 
-Who owns what follows from the layout by the frameworks' own rules: tensor parallelism cuts first, on the first of the
-two leading dimensions that it divides; FSDP2 then cuts dimension 0 into chunks of ceil(rows / ranks), so that the last
-ranks may hold less, or nothing.
+Who owns what follows from the cuts that a job reports of each tensor. Where it reports none they are taken to be the
+frameworks' usual ones: tensor parallelism cuts first, on the first of the two leading dimensions that it divides; FSDP2
+then cuts dimension 0 into chunks of ceil(rows / ranks), so that the last ranks may hold less, or nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from samerun.core.mesh import AXES, Layout
+from samerun.train.shards import Split, held_intervals
 
 HUES = 8
 """Colours that the page has for ranks and replicas; beyond them they repeat, and the numbers tell them apart."""
@@ -20,6 +21,17 @@ MAX_SHAPES = 24
 """Distinct tensor shapes whose ownership is drawn."""
 
 Interval = tuple[int, int]
+Cut = tuple[str, int, int]
+"""Mesh axis, dimension, strided: how a tensor is cut once (`samerun.train.shards.Split`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor in a job: its global shape, its cuts in order (None: not reported), and the lowest rank that has it."""
+
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...] | None = None
+    lead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +65,11 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The rectangle of a tensor that one rank owns, rows x columns (everything beyond dimension 0 flattened)."""
+    """A rectangle of a tensor that one rank owns, rows x columns (everything beyond dimension 0 flattened)."""
 
     rank: int
     rows: Interval
     columns: Interval
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the rank owns nothing of the tensor."""
-        return self.rows[0] >= self.rows[1] or self.columns[0] >= self.columns[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +105,8 @@ class Ownership:
     """One tensor before and after. `example` is its name, `others` further names of the same shape.
 
     `ribbons` connect rows, for tensors that are cut by rows only. `moved_share` is the share of rows that another rank
-    number owns afterwards. `empty_before` and `empty_after` are ranks that own nothing.
+    number owns afterwards. `empty_before` and `empty_after` are ranks that own nothing. `reported` says whether the
+    cuts are the jobs' own and not the usual ones.
     """
 
     shape: tuple[int, ...]
@@ -112,6 +120,7 @@ class Ownership:
     copies_after: int
     ribbons: tuple[Ribbon, ...]
     moved_share: float
+    reported: bool
 
 
 def draw_mesh(layout: Layout, *, idle_ranks: int = 0) -> Mesh:
@@ -137,85 +146,117 @@ def draw_mesh(layout: Layout, *, idle_ranks: int = 0) -> Mesh:
     )
 
 
-def slices(layout: Layout, shape: Sequence[int]) -> tuple[Slice, ...]:
-    """Returns what each rank of the first copy of a tensor owns, in rank order."""
-    rows, columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-    cut_rows = layout.tp > 1 and len(shape) >= 2 and rows % layout.tp == 0
-    cut_columns = layout.tp > 1 and len(shape) >= 2 and not cut_rows and shape[1] % layout.tp == 0
-    shards = layout.dp_shard * layout.cp
-    return tuple(_slice(layout, rank, rows, columns, cut_rows, cut_columns, shards) for rank in _first_copy(layout))
+def slices(layout: Layout, held: Held) -> dict[int, list[Slice]] | None:
+    """Returns what each rank of one copy of a tensor owns, by rank; None if its cuts make no rows and columns.
+
+    Drawn is the copy that `held.lead` belongs to: other pipeline stages do not have the tensor, other replica groups
+    have the same again.
+    """
+    cuts = usual_cuts(layout, held.shape) if held.cuts is None else held.cuts
+    if any(dim > 1 for _, dim, _ in cuts) or any(axis not in _PARTS for axis, _, _ in cuts):
+        return None
+    num_rows, num_columns = held.shape[0] if held.shape else 1, held.shape[1] if len(held.shape) > 1 else 1
+    depth = math.prod(held.shape[2:])
+    owned: dict[int, list[Slice]] = {}
+    for rank in _copy_of(layout, held.lead):
+        rows = held_intervals(num_rows, _splits(layout, rank, cuts, 0))
+        across = held_intervals(num_columns, _splits(layout, rank, cuts, 1))
+        columns = [(first * depth, end * depth) for first, end in across]
+        owned[rank] = [Slice(rank, row, column) for row in rows for column in columns if column[0] < column[1]]
+    return owned
 
 
-def _first_copy(layout: Layout) -> Iterator[int]:
-    """Yields the ranks of one pipeline stage and one replica group: the others hold other layers, or the same again."""
-    for rank in range(layout.world_size):
-        at = layout.coordinate(rank)
-        if at["pp"] == at["dp_replicate"] == 0:
-            yield rank
+def usual_cuts(layout: Layout, shape: Sequence[int]) -> tuple[Cut, ...]:
+    """Returns the cuts that a tensor of this shape usually gets."""
+    cuts: list[Cut] = []
+    if layout.tp > 1 and len(shape) > 1:
+        cuts += [("tp", dim, 1) for dim in (0, 1) if shape[dim] % layout.tp == 0][:1]
+    return (*cuts, ("dp_shard_cp", 0, 1))
 
 
-def _slice(
-    layout: Layout, rank: int, rows: int, columns: int, cut_rows: bool, cut_columns: bool, shards: int
-) -> Slice:
+_PARTS: Mapping[str, tuple[str, ...]] = {**{axis: (axis,) for axis in AXES}, "dp_shard_cp": ("dp_shard", "cp")}
+"""The axes of a layout that a mesh axis runs along, outermost first."""
+
+
+def _splits(layout: Layout, rank: int, cuts: Sequence[Cut], dim: int) -> list[Split]:
     at = layout.coordinate(rank)
-    first, end = 0, rows
-    if cut_rows:
-        part = rows // layout.tp
-        first, end = at["tp"] * part, (at["tp"] + 1) * part
-    chunk = -(-(end - first) // shards)
-    index = at["dp_shard"] * layout.cp + at["cp"]
-    mine = (min(first + index * chunk, end), min(first + (index + 1) * chunk, end))
-    across = (0, columns)
-    if cut_columns:
-        part = columns // layout.tp
-        across = (at["tp"] * part, (at["tp"] + 1) * part)
-    return Slice(rank, mine, across)
+    splits: list[Split] = []
+    for axis, cut_dim, strided in cuts:
+        if cut_dim != dim:
+            continue
+        parts, index = 1, 0
+        for part in _PARTS[axis]:
+            size = getattr(layout, part)
+            parts, index = parts * size, index * size + at[part]
+        splits.append(Split(parts=parts, index=index, strided=strided))
+    return splits
 
 
-def plan_ownership(source: Layout, destination: Layout, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Ownership, ...]:
-    """Returns one picture per distinct shape, the largest first, for `shapes` by tensor name."""
+def _copy_of(layout: Layout, lead: int) -> list[int]:
+    """Returns the ranks of the pipeline stage and replica group that `lead` belongs to."""
+    at = layout.coordinate(min(lead, layout.world_size - 1))
+    group = (at["pp"], at["dp_replicate"])
+    ranks = ((rank, layout.coordinate(rank)) for rank in range(layout.world_size))
+    return [rank for rank, own in ranks if (own["pp"], own["dp_replicate"]) == group]
+
+
+def plan_ownership(
+    source: Layout, destination: Layout, before: Mapping[str, Held], after: Mapping[str, Held]
+) -> tuple[Ownership, ...]:
+    """Returns one picture per distinct shape and cut, the largest first, of the tensors that both jobs have.
+
+    Args:
+        source: the layout before the move.
+        destination: the layout after it.
+        before: the tensors by name, as a job on the source layout has them.
+        after: the same on the destination; without a candidate, what is known of them.
+    """
     if max(source.world_size, destination.world_size) > MAX_DRAWN_RANKS:
         return ()
-    by_shape: dict[tuple[int, ...], list[str]] = {}
-    for name, shape in shapes.items():
-        if shape:
-            by_shape.setdefault(tuple(shape), []).append(name)
-    largest = sorted(by_shape, key=lambda shape: (-math.prod(shape), shape))[:MAX_SHAPES]
-    return tuple(_ownership(source, destination, shape, by_shape[shape]) for shape in largest)
+    alike: dict[tuple[Held, Held], list[str]] = {}
+    for name, held in before.items():
+        if held.shape and name in after:
+            alike.setdefault((held, after[name]), []).append(name)
+    largest = sorted(alike, key=lambda pair: (-math.prod(pair[0].shape), pair[0].shape))
+    drawn = (_ownership(source, destination, one, two, alike[one, two]) for one, two in largest[:MAX_SHAPES])
+    return tuple(item for item in drawn if item is not None)
 
 
-def _ownership(source: Layout, destination: Layout, shape: tuple[int, ...], names: Sequence[str]) -> Ownership:
-    before, after = slices(source, shape), slices(destination, shape)
-    rows, columns = shape[0], math.prod(shape[1:])
-    by_rows = all(item.columns == (0, columns) for item in (*before, *after))
+def _ownership(source: Layout, destination: Layout, one: Held, two: Held, names: Sequence[str]) -> Ownership | None:
+    before, after = slices(source, one), slices(destination, two)
+    if before is None or after is None or one.shape != two.shape:
+        return None
+    rows, columns = one.shape[0], math.prod(one.shape[1:])
+    flat = [part for parts in (*before.values(), *after.values()) for part in parts]
+    by_rows = all(part.columns == (0, columns) for part in flat)
     left, right = _marks(before, rows, columns, by_rows), _marks(after, rows, columns, by_rows)
     pairs = list(_shared_rows(left, right)) if by_rows else []
-    moved = sum(end - first for one, two, (first, end) in pairs if one.ranks[0] != two.ranks[0])
+    moved = sum(end - first for a, b, (first, end) in pairs if a.ranks[0] != b.ranks[0])
     return Ownership(
-        shape=shape,
+        shape=one.shape,
         example=names[0],
         others=tuple(names[1:]),
         before=left,
         after=right,
-        empty_before=tuple(item.rank for item in before if item.is_empty),
-        empty_after=tuple(item.rank for item in after if item.is_empty),
+        empty_before=tuple(rank for rank, parts in before.items() if not parts),
+        empty_after=tuple(rank for rank, parts in after.items() if not parts),
         copies_before=source.dp_replicate,
         copies_after=destination.dp_replicate,
-        ribbons=tuple(
-            Ribbon(one.ranks[0], two.ranks[0], _edges(one, part), _edges(two, part)) for one, two, part in pairs
-        ),
+        ribbons=tuple(Ribbon(a.ranks[0], b.ranks[0], _edges(a, part), _edges(b, part)) for a, b, part in pairs),
         moved_share=moved / rows if rows else 0.0,
+        reported=one.cuts is not None and two.cuts is not None,
     )
 
 
-def _marks(parts: Sequence[Slice], rows: int, columns: int, by_rows: bool) -> tuple[Mark, ...]:
+def _marks(owned: Mapping[int, Sequence[Slice]], rows: int, columns: int, by_rows: bool) -> tuple[Mark, ...]:
     """Returns the drawn slices. Cut by rows, they are kept apart by a gap, so that what moves is seen to move."""
     owners: dict[tuple[Interval, Interval], list[int]] = {}
-    for part in parts:
-        if not part.is_empty:
+    for parts in owned.values():
+        for part in parts:
             owners.setdefault((part.rows, part.columns), []).append(part.rank)
-    gap = min(4.0, 16.0 / max(len(owners) - 1, 1)) if by_rows else 0.0
-    scale = (100.0 - gap * (len(owners) - 1)) / rows
+    placed = sorted(owners.items())
+    gap = min(4.0, 16.0 / max(len(placed) - 1, 1)) if by_rows else 0.0
+    scale = (100.0 - gap * (len(placed) - 1)) / rows
     return tuple(
         Mark(
             ranks=tuple(ranks),
@@ -226,7 +267,7 @@ def _marks(parts: Sequence[Slice], rows: int, columns: int, by_rows: bool) -> tu
             left=round(100 * across[0] / columns, 3),
             width=round(100 * (across[1] - across[0]) / columns, 3),
         )
-        for number, ((own, across), ranks) in enumerate(owners.items())
+        for number, ((own, across), ranks) in enumerate(placed)
     )
 
 

@@ -127,9 +127,16 @@ class ReportModel:
         return max(jobs, key=lambda job: len(job.observed.updates), default=None)
 
     @property
+    def inspected(self) -> Mapping[str, Any]:
+        """What the first stage measured of the checkpoint; empty if it did not finish."""
+        result = self.stages[0].result
+        return result.measured if result else {}
+
+    @property
     def findings(self) -> tuple[tuple[Stage, Problem], ...]:
-        """Every stage's findings in order."""
-        return tuple((stage, item) for stage in self.stages if stage.result for item in stage.result.problems)
+        """Every stage's findings in order. The judge's are those of the others."""
+        stages = (stage for stage in self.stages if stage.name != STAGES[-1])
+        return tuple((stage, item) for stage in stages if stage.result for item in stage.result.problems)
 
 
 def read_run(root: Path) -> ReportModel:
@@ -205,17 +212,21 @@ def _read_manifest(files: RunFiles, seals: SealRecord | None) -> Manifest | None
         return None
     if document.manifest is None:
         missing = len(document.problems) + len(document.questions)
-        files.gaps.append(Gap("manifest.yaml", f"{missing} entries are open or wrong. {effect}", "`samerun plan` lists"))
+        files.gaps.append(
+            Gap("manifest.yaml", f"{missing} entries are open or wrong. {effect}", "`samerun plan` lists")
+        )
     return document.manifest
 
 
 def _read_plan(files: RunFiles, seals: SealRecord | None) -> MigrationPlan | None:
+    """The sealed plan binds; before anything is sealed there is the one that was made after inspecting."""
+    effect = "Memory on the destination is not shown."
     if seals is None:
-        return None
+        return files.parse("plan.json", MigrationPlan.from_json, effect, "`samerun run` makes it after inspecting")
     try:
         return MigrationPlan.from_json(seals.current.plan)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        files.broken("sealed.json (plan)", error, "Memory and the dealt batch are not shown.")
+        files.broken("sealed.json (plan)", error, effect)
         return None
 
 
@@ -234,13 +245,9 @@ def _read_bands(files: RunFiles, seals: SealRecord | None) -> tuple[tuple[Band, 
 
 def _read_results(files: RunFiles) -> dict[str, StageResult]:
     found: dict[str, StageResult] = {}
-    for name in STAGES[:-1]:
-        if not (files.root / "stages" / name / "result.json").exists():
-            continue
-        result = files.parse(
-            f"stages/{name}/result.json", StageResult.from_json, "What this stage found is not shown.", ""
-        )
-        if result is not None:
+    for name in STAGES:
+        path, effect = f"stages/{name}/result.json", "What this stage found is not shown."
+        if (files.root / path).exists() and (result := files.parse(path, StageResult.from_json, effect, "")):
             found[name] = result
     return found
 
@@ -249,29 +256,36 @@ def _stage(name: str, results: Mapping[str, StageResult], listed: frozenset[str]
     title, question = _TITLES[STAGES.index(name)]
     result = results.get(name)
     log = f"stages/{name}/log.txt"
-    status: Status = result.status if result else "absent"
-    if name == STAGES[-1] and "verdict.json" in listed:
-        status = "pass"
     return Stage(
-        name=name, title=title, question=question, status=status, result=result, log=log if log in listed else None
+        name=name,
+        title=title,
+        question=question,
+        status=result.status if result else "absent",
+        result=result,
+        log=log if log in listed else None,
     )
 
 
 def _read_controls(files: RunFiles, listed: frozenset[str], ran: bool) -> tuple[Job, ...]:
-    """The reference has the stage's own `trace/`; each repeat has a folder of its own beside it."""
+    """Records made elsewhere come first, then the stage's own `trace/`, then the repeats in folders of their own."""
     base = f"stages/{CONTROL}/"
-    names = sorted(
-        path.removeprefix(base).removesuffix("trace/").strip("/")
-        for path in listed
-        if path.startswith(base) and path.endswith("/trace/")
-    )
-    jobs = [_read_job(files, f"control {name}".strip(), f"{base}{name}/trace".replace("//", "/")) for name in names]
+    folders = [path.removesuffix("/") for path in listed if path.startswith(base) and path.endswith("/trace/")]
+    jobs = [
+        _read_job(files, f"control {folder.removeprefix(base).removesuffix('trace').strip('/')}".strip(), folder)
+        for folder in sorted(folders, key=_control_order)
+    ]
     found = tuple(job for job in jobs if job is not None)
     if not found and (ran or files.root.joinpath(base).is_dir()):
         files.gaps.append(
             Gap(f"{base}trace", "There is no control to draw candidates over.", "the control stage records it")
         )
     return found
+
+
+def _control_order(folder: str) -> tuple[int, int]:
+    kind, _, number = folder.rsplit("/", 2)[-2].rpartition("-")
+    order = {"recorded": 0, "repeat": 2}.get(kind, 1)
+    return order, int(number) if order != 1 and number.isdecimal() else 0
 
 
 def _read_candidates(files: RunFiles, results: Mapping[str, StageResult]) -> dict[str, Job]:
@@ -283,7 +297,9 @@ def _read_candidates(files: RunFiles, results: Mapping[str, StageResult]) -> dic
             if job is not None:
                 jobs[name] = job
         elif name in results and results[name].status != "skipped":
-            files.gaps.append(Gap(folder, "What this job recorded is not shown.", "the stage was run and left no trace"))
+            files.gaps.append(
+                Gap(folder, "What this job recorded is not shown.", "the stage was run and left no trace")
+            )
     return jobs
 
 

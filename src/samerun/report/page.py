@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from samerun.catalog import Entry, load_catalog
-from samerun.core.mesh import Layout
 from samerun.core.size import format_size
 from samerun.errors import Problem, Severity
 from samerun.plan.memory import MemoryEstimate
 from samerun.report.batch import BatchView, view_batch
-from samerun.report.charts import Chart, Drawing, Tick, draw_panel, name_ticks
-from samerun.report.layout import Mesh, Ownership, draw_mesh, plan_ownership
+from samerun.report.charts import Chart, Drawing, Tick, draw_panel, name_ticks, number_text
+from samerun.report.layout import Held, Mesh, Ownership, draw_mesh, plan_ownership
 from samerun.report.model import Criterion, Gap, ReportModel, Stage
 from samerun.report.samples import SamplesView, view_samples
 from samerun.report.state import StateView, view_state
@@ -39,15 +38,28 @@ _WORDS: Mapping[str | None, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One finding with its explanation. `alike` counts further ones of the same code that are not spelled out."""
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One finding of a group: the finding, and its place in words."""
 
     problem: Problem
-    stage: Stage | None
     place: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Findings of one code, severity and stage, with their explanation. `more` counts those not spelled out.
+
+    `hint` is set where it is the same for all.
+    """
+
+    code: str
+    severity: str
+    stage: Stage | None
     entry: Entry | None
-    alike: int = 0
+    instances: tuple[Instance, ...]
+    more: int
+    hint: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +99,18 @@ class BandUse:
     def percent(self) -> float:
         """The share as the length of a bar."""
         return round(min(100 * self.share, 100.0), 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFacts:
+    """What inspecting found: counts in words, whether it is whole and undamaged, and what a resume has and lacks."""
+
+    counts: tuple[tuple[str, str], ...]
+    complete: bool | None
+    intact: bool | None
+    resumable: str
+    have: tuple[str, ...]
+    lack: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +199,7 @@ class Page:
     reasons: tuple[Finding, ...]
     findings: tuple[Finding, ...]
     transition: Transition | None
+    checkpoint: CheckpointFacts | None
     state: StateView | None
     batch: BatchView | None
     samples: SamplesView | None
@@ -183,21 +208,25 @@ class Page:
     provenance: Provenance
     gaps: tuple[Gap, ...]
 
+    @property
+    def has_marks(self) -> bool:
+        """Whether some chart marks a value."""
+        return any(line.outside for chart in self.charts for drawing in chart.drawings for line in drawing.lines)
+
 
 def plan_page(model: ReportModel) -> Page:
     """Returns the page for what was read."""
-    reasons = model.verdict.reasons if model.verdict else _blocking(model)
-    by_problem = {id(problem): stage for stage, problem in model.findings}
-    staged = [(_stage_of(model, problem, by_problem), problem) for problem in reasons]
+    reasons = _reasons(model)
     return Page(
         title=model.manifest.run.name if model.manifest else model.root.name,
         model=model,
         headline=_headline(model),
         answers=tuple(_answer(item) for item in _criteria(model) if not _is_metric(item)),
         uses=tuple(_use(item) for item in _criteria(model) if _is_metric(item)),
-        reasons=tuple(_group(staged)),
-        findings=tuple(_group(_all_findings(model))),
+        reasons=tuple(_group(reasons)),
+        findings=tuple(_group(_further_findings(model, reasons))),
         transition=_transition(model),
+        checkpoint=_checkpoint(model.inspected),
         state=view_state(model),
         batch=view_batch(model),
         samples=view_samples(model),
@@ -217,41 +246,54 @@ def draw_chart(chart: Chart) -> DrawnChart:
     )
 
 
-def _blocking(model: ReportModel) -> list[Problem]:
-    return [problem for _, problem in model.findings if problem.severity is Severity.ERROR]
+Staged = tuple[Stage | None, Problem]
 
 
-def _all_findings(model: ReportModel) -> list[tuple[Stage | None, Problem]]:
-    found: list[tuple[Stage | None, Problem]] = list(model.findings)
-    known = [problem for _, problem in found]
-    if model.verdict:
-        further = (*model.verdict.reasons, *model.verdict.remarks)
-        found += [(None, problem) for problem in further if problem not in known]
-    return sorted(found, key=lambda item: list(Severity).index(item[1].severity))
+def _reasons(model: ReportModel) -> list[Staged]:
+    """Returns what led to the verdict, in its order; without a verdict, what blocks."""
+    if model.verdict is None:
+        return [(stage, problem) for stage, problem in model.findings if problem.severity is Severity.ERROR]
+    return [(_stage_of(model, problem), problem) for problem in model.verdict.reasons]
 
 
-def _stage_of(model: ReportModel, problem: Problem, known: Mapping[int, Stage]) -> Stage | None:
-    if id(problem) in known:
-        return known[id(problem)]
+def _stage_of(model: ReportModel, problem: Problem) -> Stage | None:
     return next((stage for stage, other in model.findings if other == problem), None)
 
 
-def _group(items: Iterable[tuple[Stage | None, Problem]]) -> Iterator[Finding]:
-    """Yields findings in order; of many with one code the last one shown carries how many more there are."""
-    by_code: dict[tuple[str, str], list[tuple[Stage | None, Problem]]] = {}
+def _further_findings(model: ReportModel, reasons: Sequence[Staged]) -> list[Staged]:
+    """Returns everything that is not among the reasons, worst first."""
+    told = [problem for _, problem in reasons]
+    found: list[Staged] = [(stage, problem) for stage, problem in model.findings if problem not in told]
+    known = [problem for _, problem in found]
+    remarks = model.verdict.remarks if model.verdict else ()
+    found += [(None, problem) for problem in remarks if problem not in known and problem not in told]
+    return sorted(found, key=lambda item: list(Severity).index(item[1].severity))
+
+
+def _group(items: Iterable[Staged]) -> Iterator[Finding]:
+    """Yields findings of one code, severity and stage together, in the order of their first."""
+    groups: dict[tuple[str, str, str], list[Staged]] = {}
     for stage, problem in items:
-        by_code.setdefault((problem.code, stage.name if stage else ""), []).append((stage, problem))
+        groups.setdefault((problem.code, problem.severity.value, stage.name if stage else ""), []).append(
+            (stage, problem)
+        )
     catalog = load_catalog()
-    for group in by_code.values():
-        shown = group[:MAX_SAME_FINDINGS]
-        for number, (stage, problem) in enumerate(shown, start=1):
-            yield Finding(
-                problem=problem,
-                stage=stage,
-                place=", ".join(f"{name} {value}" for name, value in problem.where.items()),
-                entry=catalog.get(problem.code),
-                alike=len(group) - len(shown) if number == len(shown) else 0,
-            )
+    for (code, severity, _), group in groups.items():
+        hints = {problem.hint for _, problem in group}
+        yield Finding(
+            code=code,
+            severity=severity,
+            stage=group[0][0],
+            entry=catalog.get(code),
+            instances=tuple(Instance(problem, _place(problem)) for _, problem in group[:MAX_SAME_FINDINGS]),
+            more=max(0, len(group) - MAX_SAME_FINDINGS),
+            hint=hints.pop() if len(hints) == 1 else "",
+        )
+
+
+def _place(problem: Problem) -> str:
+    """Returns where a finding is, without the stage, which its group names."""
+    return ", ".join(f"{name} {value}" for name, value in problem.where.items() if name != "stage")
 
 
 _METRIC = "numerics."
@@ -267,7 +309,9 @@ def _is_metric(item: Criterion) -> bool:
 
 def _answer(item: Criterion) -> Answer:
     value = item.value
-    if item.name == "numerics" and isinstance(value, int | float):
+    if item.passed is None:
+        measure = ""
+    elif item.name == "numerics" and isinstance(value, int | float):
         measure = f"at most {100 * value:.2g} % of a band" if math.isfinite(value) else "a band was left"
     elif item.name == "samples" and value:
         measure = f"{value} replayed or omitted, {item.limit} allowed"
@@ -326,17 +370,23 @@ def _sentence(model: ReportModel, decision: str | None) -> str:
         )
     failed = next((stage for stage in model.stages if stage.status == "fail"), None)
     if verdict is not None and decision == "reject":
-        number = len(verdict.reasons)
-        others = f", and {number - 1} further findings" if number > 1 else ""
-        first = verdict.reasons[0].message if verdict.reasons else "a criterion failed"
-        return f"{first}{others}."
+        return _first_reason(verdict.reasons)
     if verdict is not None:
-        first = verdict.reasons[0].message if verdict.reasons else "evidence is missing"
-        return f"Nothing failed, but what was seen does not suffice: {first}."
+        return f"Nothing failed, but what was seen does not suffice. {_first_reason(verdict.reasons)}"
     if failed is not None:
         return f"There is no verdict yet. Stage {failed.name} failed, and later stages were not run."
     done = ", ".join(stage.name for stage in model.stages if stage.status == "pass")
     return f"There is no verdict yet; done so far: {done}." if done else "No stage has been finished yet."
+
+
+def _first_reason(reasons: Sequence[Problem]) -> str:
+    if not reasons:
+        return "The record names no reason."
+    first, others = reasons[0], len(reasons) - 1
+    entry, place = load_catalog().get(first.code), _place(first)
+    text = entry.title if entry else first.message.partition("\n")[0].rstrip(":.")
+    text += f" ({place})" if place else ""
+    return f"{text}, and {others} further finding{'s' * (others > 1)}." if others else f"{text}."
 
 
 def _validated(validated: Mapping[str, Any]) -> str:
@@ -347,6 +397,23 @@ def _validated(validated: Mapping[str, Any]) -> str:
     if isinstance(batch, Mapping) and "global_batch" in batch:
         text += f" with {batch['global_batch']} samples per update"
     return f"Validated for {text}, and for nothing else."
+
+
+def _checkpoint(measured: Mapping[str, Any]) -> CheckpointFacts | None:
+    """Returns the facts, or None if the stage measured nothing that is known here."""
+    counts, resumable = measured.get("counts"), measured.get("resumable")
+    if not isinstance(counts, Mapping) or not isinstance(resumable, Mapping):
+        return None
+    words = [("format", str(measured.get("format")))]
+    words += [(str(k), format_size(v) if k == "bytes" else f"{v:,}") for k, v in counts.items() if isinstance(v, int)]
+    return CheckpointFacts(
+        counts=tuple(words),
+        complete=measured.get("complete"),
+        intact=measured.get("intact"),
+        resumable=str(resumable.get("verdict")),
+        have=tuple(map(str, resumable.get("have") or ())),
+        lack=tuple(map(str, resumable.get("lack") or ())),
+    )
 
 
 def _transition(model: ReportModel) -> Transition | None:
@@ -369,7 +436,7 @@ def _transition(model: ReportModel) -> Transition | None:
     return Transition(
         source=draw_mesh(source),
         destination=draw_mesh(destination, idle_ranks=model.plan.destination.idle_ranks if model.plan else 0),
-        ownership=plan_ownership(source, destination, _shapes(model)),
+        ownership=plan_ownership(source, destination, *_held(model)),
         progress=tuple(facts),
         declared=tuple((name, _claim(value)) for name, value in declared.items()),
         decisions=tuple((item.key, item.chosen, item.consequence) for item in model.plan.decisions)
@@ -382,11 +449,28 @@ def _claim(value: Any) -> str:
     return f"bounded by {value['bounded']:g}" if isinstance(value, Mapping) else str(value)
 
 
-def _shapes(model: ReportModel) -> dict[str, tuple[int, ...]]:
-    jobs = (*model.controls, *model.candidates.values())
-    state = next((state for job in jobs if (state := job.state()) is not None), None)
-    tensors: Mapping[str, Any] = (state.body.get("tensors") if state else None) or {}
-    return {key.partition(":")[2]: tuple(fact["shape"]) for key, fact in tensors.items() if key.startswith("param:")}
+def _held(model: ReportModel) -> tuple[dict[str, Held], dict[str, Held]]:
+    """Returns the parameters by name as the control has them, and as the candidate has or would have them."""
+    control = next((state.body for job in model.controls if (state := job.state()) is not None), None)
+    candidate = state.body if model.loaded and (state := model.loaded.state()) else None
+    before, after = _parameters(control or {}), _parameters(candidate or {})
+    usual = {name: Held(item.shape) for name, item in (before or after).items()}
+    return before or usual, after or usual
+
+
+def _parameters(body: Mapping[str, Any]) -> dict[str, Held]:
+    facts: Mapping[str, Any] = body.get("tensors") or {}
+    return {
+        key.removeprefix("param:"): Held(
+            shape=tuple(fact["shape"]),
+            cuts=None
+            if fact.get("cuts") is None
+            else tuple((str(axis), dim, strided) for axis, dim, strided in fact["cuts"]),
+            lead=int(fact.get("lead", 0)),
+        )
+        for key, fact in facts.items()
+        if key.startswith("param:")
+    }
 
 
 _PARTS = ("parameters", "gradients", "optimizer", "masters", "ema", "buffers", "gather")
@@ -428,11 +512,15 @@ def _provenance(model: ReportModel) -> Provenance:
     return Provenance(
         seals=tuple((item.number, item.digest, item.sealed_at or "", item.reason or "") for item in seals),
         manifest_sha256=model.manifest.sha256() if model.manifest else None,
-        controls=tuple((str(k), str(v)) for k, v in (seals[-1].controls.items() if seals else ())),
+        controls=tuple((str(k), _evidence_hash(v)) for k, v in (seals[-1].controls.items() if seals else ())),
         jobs=tuple(job.name for job in jobs),
         facts=tuple(_facts([job.observed for job in jobs])),
         commands=tuple(_commands(model)),
     )
+
+
+def _evidence_hash(value: Any) -> str:
+    return str(value.get("trace", value)) if isinstance(value, Mapping) else str(value)
 
 
 def _facts(jobs: Sequence[Observed]) -> Iterator[Fact]:
@@ -442,27 +530,22 @@ def _facts(jobs: Sequence[Observed]) -> Iterator[Fact]:
         header = next(iter(observed.headers.values()), None)
         body: dict[str, Any] = {}
         if header is not None:
-            layout = Layout.from_dict(header.layout) if _is_layout(header.layout) else None
-            body = {"world size": header.world_size, "layout": layout, **header.versions, **header.environment}
+            body = {"world size": header.world_size, "layout": header.mesh(), **header.versions, **header.environment}
         for name, value in body.items():
-            rows.setdefault(str(name), [""] * len(jobs))[number] = _plain(value)
+            rows.setdefault(str(name), [""] * len(jobs))[number] = plain_text(value)
     facts = [Fact(name, tuple(values), len(set(values)) == 1) for name, values in rows.items()]
     yield from sorted(facts, key=lambda fact: fact.same)
 
 
-def _is_layout(value: Any) -> bool:
-    try:
-        return bool(value) and Layout.from_dict(value) is not None
-    except (ValueError, TypeError):
-        return False
-
-
-def _plain(value: Any) -> str:
+def plain_text(value: Any) -> str:
+    """Returns a value as a person writes it: lists and mappings without brackets and quotes."""
+    if value is None:
+        return "nothing"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}={item}" for name, item in value.items())
+        return ", ".join(f"{name} {plain_text(item)}" for name, item in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
-    return str(value)
+        return ", ".join(map(plain_text, value))
+    return number_text(value, 9) if isinstance(value, float) else str(value)
 
 
 def _commands(model: ReportModel) -> Iterator[tuple[str, str]]:

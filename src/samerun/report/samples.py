@@ -1,7 +1,7 @@
 """Samples across the seam: which replica consumed which sample of each update, in the control and in the candidate.
 
-Every update of the control is a strip in its global order; a sample keeps its place, so that what stands below it is who
-consumed the same sample on the destination, or nobody.
+Every update of the control is a strip in its global order; a sample keeps its place, so that what stands below it is
+who consumed the same sample on the destination, or nobody.
 """
 
 from __future__ import annotations
@@ -46,13 +46,19 @@ class Extra:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strip:
-    """One update."""
+    """One update. `ran` says whether the candidate made it; `num_extras` counts those that are not listed too."""
 
     update: int
     placed: tuple[Placed, ...]
     extras: tuple[Extra, ...]
-    more_extras: int
+    num_extras: int
+    ran: bool
     before_seam: bool = False
+
+    @property
+    def kinds(self) -> str:
+        """What the extras are, in words."""
+        return ", ".join(dict.fromkeys(extra.kind for extra in self.extras))
 
     @property
     def exact(self) -> bool:
@@ -157,7 +163,8 @@ def _strips(
             update=item.update,
             placed=placed,
             extras=tuple(extras[:MAX_EXTRAS]),
-            more_extras=max(0, len(extras) - MAX_EXTRAS),
+            num_extras=len(extras),
+            ran=mine is not None,
             before_seam=item.update <= seam,
         )
 

@@ -1,7 +1,7 @@
 """State coverage: what the control's job holds after loading, by role, and what of it the candidate's job holds.
 
-Both jobs loaded the same checkpoint and digested what they then had in memory. The digest of a tensor does not depend on
-how it is sharded, so the two can be compared across layouts, and against the checkpoint's own bytes (the load stage).
+Both jobs loaded the same checkpoint and digested what they then had in memory. The digest of a tensor does not depend
+on how it is sharded, so the two can be compared across layouts, and against the checkpoint's own bytes (load stage).
 """
 
 from __future__ import annotations

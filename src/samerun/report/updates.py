@@ -17,6 +17,9 @@ _TITLES: Mapping[str, str] = {
     "update_norm": "Norm of the update",
 }
 
+MAX_BESIDE = 200
+"""Updates of the control that are drawn however few the candidate made."""
+
 
 def plan_charts(model: ReportModel) -> tuple[Chart, ...]:
     """Returns the charts that there is anything to draw for."""
@@ -45,12 +48,12 @@ def _update_charts(model: ReportModel) -> Iterator[Chart]:
 
 
 def _indices(control: Observed | None, candidate: Observed | None) -> list[int]:
-    """The updates to draw: all that the candidate made, and those that the control made beside and beyond them."""
+    """Returns the updates to draw: all of them, but of a ledger that is much longer than the window only that."""
     found = sorted({*_by_update(control), *_by_update(candidate)})
     mine = sorted(_by_update(candidate))
-    if control is None or not mine or len(found) <= 4 * len(mine):
+    if not mine or len(found) <= max(4 * len(mine), MAX_BESIDE):
         return found
-    return [index for index in found if mine[0] <= index <= mine[-1]]  # a ledger of a long run: only the window
+    return [index for index in found if mine[0] <= index <= mine[-1]]
 
 
 def _by_update(observed: Observed | None) -> dict[int, ObservedUpdate]:
@@ -114,13 +117,13 @@ def band_note(band: Band | None) -> str:
         return f"limit from the manifest: {band.reason}"
     if band.origin == "precision":
         return "the controls agree bit for bit; the limit is the floor"
-    return f"limit: {band.factor:g} × the controls' own, at least {number_text(band.floor)}"
+    return f"limit: {band.factor:g} × control's own, ≥ {number_text(band.floor)}"
 
 
 def _summary(what: str, names: Sequence[str], found: Sequence[Value], limits: Sequence[Value]) -> str:
     """Returns the chart in a sentence: what someone who cannot see it needs to know. `what` is update, tensor, ..."""
     known = [(value, index) for index, value in enumerate(found) if value is not None]
-    span = f"{what}s {names[0]} to {names[-1]}" if what != "tensor" else f"{len(names)} tensors"
+    span = f"{len(names)} tensors" if what == "tensor" else _span(what, names)
     if not known:
         return f"The control's {span}; there is no candidate to compare."
     if not any(value for value, _ in known):
@@ -138,6 +141,10 @@ def _summary(what: str, names: Sequence[str], found: Sequence[Value], limits: Se
         f"{span.capitalize()}: uses at most {share} of its band, at {what} {names[index]} "
         f"({number_text(value)} of {number_text(limit)})."
     )
+
+
+def _span(what: str, names: Sequence[str]) -> str:
+    return f"{what}s {names[0]} to {names[-1]}" if len(names) > 1 else f"{what} {names[0]}"
 
 
 def _used(value: float, limit: Value) -> float:
@@ -161,9 +168,7 @@ def _rates(
         series.append(Series(label=f"control{name}", style="control", values=left))
         if two:
             series.append(Series(label=f"candidate{name}", style="candidate", values=right))
-        differing += [
-            n for n, a, b in zip(names, left, right, strict=True) if None not in (a, b) and a != b
-        ]
+        differing += [n for n, a, b in zip(names, left, right, strict=True) if None not in (a, b) and a != b]
     if not two:
         note = "the control's own rates"
     elif differing:
@@ -173,7 +178,7 @@ def _rates(
     return Chart(
         key="lr",
         title="Learning rate",
-        summary=f"{groups} parameter {'groups' if groups != 1 else 'group'}, updates {names[0]} to {names[-1]}: {note}.",
+        summary=f"{groups} parameter group{'s' * (groups != 1)}, {_span('update', names)}: {note}.",
         x_title="update",
         names=names,
         panels=(Panel(title="rate that the step used", scale="linear", series=tuple(series)),),
@@ -206,6 +211,7 @@ def _evaluation_chart(model: ReportModel) -> Iterator[Chart]:
         summary=_summary("example", names, found, limits),
         x_title="example",
         names=names,
+        ordered=False,
         synced=False,
         panels=(
             Panel(title="loss", scale="linear", series=tuple(upper)),
@@ -249,6 +255,7 @@ def _movement_chart(model: ReportModel) -> Iterator[Chart]:
         x_title="tensor, in the model's order",
         names=names,
         numeric=False,
+        ordered=False,
         synced=False,
         panels=(
             Panel(

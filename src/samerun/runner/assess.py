@@ -57,8 +57,7 @@ def control_microbatches(manifest: Manifest, count: int) -> list[int]:
     """Returns max_microbatch of each control job: the source's own first, then the one that varies the sums."""
     own = manifest.source.microbatch or manifest.batch.max_microbatch
     vary = manifest.control.vary_microbatch or own
-    ran_first = manifest.control.kind == "original-layout"
-    return [own if number == 0 and ran_first else vary if number % 2 else own for number in range(count)]
+    return [vary if number % 2 else own for number in range(count)]
 
 
 def boundaries_of(manifest: Manifest) -> tuple[tuple[str, int], ...]:
@@ -79,6 +78,7 @@ def window_plan(
         stage=stage,
         first_update=plan.first_update,
         num_updates=plan.window_updates if whole else 1,
+        window_updates=plan.window_updates,
         bands=tuple(band for band in judged_bands(manifest, bands) if not band.metric.startswith("eval_")),
         global_batch=plan.batch.global_batch,
         rate_factor=None if schedule == "expected-to-change" else plan.learning_rate.factor,
@@ -108,7 +108,7 @@ def trainable_of(body: Mapping[str, Any] | None) -> dict[str, bool] | None:
     return known or None
 
 
-def check_resumed_at(observed: Observed, plan: MigrationPlan, stage: str) -> list[Problem]:
+def check_resumed_at(observed: Observed, first_update: int, stage: str) -> list[Problem]:
     """Returns a finding when the job never reported its loaded state, or says that it stands at another update."""
     state = observed.state("loaded")
     if state is None:
@@ -120,13 +120,13 @@ def check_resumed_at(observed: Observed, plan: MigrationPlan, stage: str) -> lis
                 hint="call recorder.loaded(update=...) right after loading the checkpoint",
             )
         ]
-    if state.update != plan.first_update - 1:
+    if state.update != first_update - 1:
         return [
             Problem(
                 "SR-UPD-INDEX",
                 "the job believes that it stands at another update than the checkpoint",
                 where={"stage": stage, "update": state.update},
-                expected=plan.first_update - 1,
+                expected=first_update - 1,
                 found=state.update,
                 hint="restore the update counter from the checkpoint; it counts completed optimizer steps",
             )

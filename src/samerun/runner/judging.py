@@ -25,6 +25,12 @@ from samerun.verify.stage import STAGES, StageResult
 
 CANDIDATES = STAGES[2:6]
 
+OWED = {
+    "intentional-change": "a run to the end of training, compared with one that was not changed: a window is too short",
+    "warm-start": "a run to the end of training: a window shows that it starts as declared, not where it leads",
+}
+"""What a promotion under these labels does not show."""
+
 
 def judge_run(directory: RunDirectory) -> Verdict:
     """Judges, and writes `verdict.json` and the judge stage's result.
@@ -44,7 +50,9 @@ def judge_run(directory: RunDirectory) -> Verdict:
         work = Work(directory, manifest, _base(directory), Silent())
         further = _check_controls(work, record)
         results = {stage: _again(work, record, result) for stage, result in results.items()}
-    verdict = judge(_sealed(manifest, record), results, further=further, record=_record(directory, record, results))
+    verdict = judge(
+        _sealed(manifest, record), results, further=further, record=_record(directory, manifest, record, results)
+    )
     directory.begin_stage(JUDGE)
     status = {"promote": "pass", "reject": "fail", "abstain": "fail"}[verdict.decision]
     own = clock.result(JUDGE, (), {"verdict": verdict.decision})
@@ -74,7 +82,7 @@ def _check_controls(work: Work, record: SealRecord) -> list[Problem]:
 
 def _again(work: Work, record: SealRecord, result: StageResult) -> StageResult:
     """Assesses a candidate's trace once more and adds whatever its result does not say."""
-    if result.stage not in CANDIDATES or not result.jobs:
+    if result.stage not in CANDIDATES or not result.passed:
         return result
     plan = MigrationPlan.from_json(record.current.plan)
     observed = read_observed(work.directory.stage(result.stage) / "trace")
@@ -127,13 +135,16 @@ def _sealed(manifest: Manifest, record: SealRecord | None) -> Sealed:
     )
 
 
-def _record(directory: RunDirectory, record: SealRecord | None, results: Mapping[str, StageResult]) -> dict[str, Any]:
+def _record(
+    directory: RunDirectory, manifest: Manifest, record: SealRecord | None, results: Mapping[str, StageResult]
+) -> dict[str, Any]:
     """Returns what else a reader of the verdict wants to know. None of it decides anything."""
     state = directory.read_state()
     control, load, window = (results.get(stage) for stage in (CONTROL, LOAD, WINDOW))
     inspected = results.get(STAGES[0])
     return {
         "samerun": __version__,
+        "owed": OWED.get(manifest.transition.label),
         "manifest": state.get("manifest"),
         "checkpoint": {
             "fingerprint": inspected.measured.get("fingerprint") if inspected else None,

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Protocol
 
-from samerun.errors import ExecutionError, Problem
+from samerun.errors import Problem, UsageError
 from samerun.manifest.models import fill_placeholders
 from samerun.verify.job import Outcome
 
@@ -34,7 +34,8 @@ GRACE_SECONDS = 10.0
 """How long a job may take to end after SIGTERM before it is killed."""
 STRAGGLER_SECONDS = 3.0
 """How long workers may outlive their launcher before they count as left behind."""
-TAIL_LINES = 40
+TAIL_LINES = 400
+"""Lines of output that are kept to explain a failure; all of it is in the log."""
 
 QUIET: Mapping[str, str] = {
     "WANDB_MODE": "disabled",
@@ -96,14 +97,14 @@ def fill_command(template: str, values: Mapping[str, object]) -> tuple[str, ...]
     """Returns the words of a command line. The template is split first, so a value with spaces stays one word.
 
     Raises:
-        ExecutionError: SR-RUN-COMMAND for quotes that do not close or an empty command.
+        UsageError: SR-RUN-COMMAND for quotes that do not close or an empty command.
     """
     try:
         words = shlex.split(template)
     except ValueError as error:
-        raise ExecutionError(_bad_command(template, str(error))) from error
+        raise UsageError(_bad_command(template, str(error))) from error
     if not words:
-        raise ExecutionError(_bad_command(template, "it is empty"))
+        raise UsageError(_bad_command(template, "it is empty"))
     return tuple(fill_placeholders(word, values) for word in words)
 
 

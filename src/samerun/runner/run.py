@@ -179,10 +179,8 @@ def _run_stages(work: Work, record: SealRecord | None, last: str | None, reason:
     plan: MigrationPlan | None = None
     bands: Sequence[Band] = ()
     for stage in STAGES[:-1]:
-        if stage not in (INSPECT,) and plan is None:
+        if stage != INSPECT and plan is None:
             plan = _plan(work, record)
-        if stage not in (INSPECT, CONTROL) and not bands and plan is not None:
-            bands = _ensure_sealed(work, plan, record, reason)
         result = work.directory.read_result(stage)
         if result is not None and result.passed:
             work.progress.stage_kept(result)
@@ -190,6 +188,8 @@ def _run_stages(work: Work, record: SealRecord | None, last: str | None, reason:
             result = _run_stage(work, plan, bands, stage)
         if not result.passed:
             return None
+        if stage == CONTROL and plan is not None:
+            bands = _ensure_sealed(work, plan, record, reason)
         if stage == last:
             return stage
     return None

@@ -12,8 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samerun.core.dtype import parse_dtype
 from samerun.core.tolerance import Band
-from samerun.errors import FormatError, Problem, Severity, has_errors
+from samerun.errors import FormatError, Problem, Severity, UsageError, has_errors
 from samerun.manifest.models import Manifest
 from samerun.plan.migration import MigrationPlan
 from samerun.runner.assess import (
@@ -162,7 +163,7 @@ def run_inspect(work: Work) -> StageResult:
     finally:
         checkpoint.close()
     body = report.to_json()
-    problems = [*report.problems, *_check_resumable(work.manifest, body)]
+    problems = [*report.problems, *check_resumable(work.manifest, body)]
     measured = {
         "fingerprint": tree.digest,
         **{name: body.get(name) for name in ("format", "complete", "intact", "resumable", "counts", "progress")},
@@ -170,7 +171,8 @@ def run_inspect(work: Work) -> StageResult:
     return clock.result(INSPECT, problems, measured)
 
 
-def _check_resumable(manifest: Manifest, report: Mapping[str, Any]) -> list[Problem]:
+def check_resumable(manifest: Manifest, report: Mapping[str, Any]) -> list[Problem]:
+    """Returns a finding when an inspection says that the checkpoint cannot resume, and the manifest wants that."""
     resumable = report.get("resumable") or {}
     if resumable.get("verdict") != "no" or manifest.transition.label == "warm-start":
         return []
@@ -359,10 +361,12 @@ def run_control(work: Work, plan: MigrationPlan) -> StageResult:
             title=f"control {name}: {source_job(manifest, plan, micro).describe()}",
         )
         jobs.append(ran.entry)
-        problems += [_about_control(problem, name) for problem in ran.problems]
+        problems += [about_control(problem, name) for problem in ran.problems]
         if ran.observed is not None and not has_errors(problems):
-            problems += [_about_control(problem, name) for problem in check_resumed_at(ran.observed, plan, "control")]
-            problems += [_at_control(problem, name) for problem in check_state(work, ran.observed)]
+            problems += [
+                about_control(problem, name) for problem in check_resumed_at(ran.observed, plan.first_update, "control")
+            ]
+            problems += [at_control(problem, name) for problem in check_state(work, ran.observed)]
     measured: dict[str, Any] = {}
     if not has_errors(problems):
         found, measured = _assess_controls(work, plan, stage)
@@ -386,39 +390,43 @@ def _cost(manifest: Manifest, count: int, seconds: float | None) -> str:
     return f"{jobs}{about}, at most {manifest.launch.timeout_seconds:g} s each"
 
 
-def _about_control(problem: Problem, name: str) -> Problem:
+def about_control(problem: Problem, name: str) -> Problem:
     """A job that is wrong as a control judges nobody; it says nothing about a candidate. Writing files is worse."""
     if problem.severity is not Severity.ERROR or problem.code == "SR-JOB-WROTE":
-        return replace(problem, where={**problem.where, "file": problem.where.get("file", name)})
+        return replace(problem, where={**problem.where, "control": name})
     return Problem(
         "SR-CONTROL-JOB",
         f"the control did not run as planned: {problem.code} {problem.message}",
-        where={**problem.where, "stage": "control", "file": name},
+        where={**problem.where, "stage": "control", "control": name},
         expected=problem.expected,
         found=problem.found,
         hint=problem.hint,
     )
 
 
-def _at_control(problem: Problem, name: str) -> Problem:
+def at_control(problem: Problem, name: str) -> Problem:
     """A wrong load on the source's own layout rejects: the same command does not resume this checkpoint anywhere."""
     return replace(
         problem,
         message=f"{problem.message} (on the source's own layout)",
-        where={**problem.where, "stage": "control", "file": name},
+        where={**problem.where, "stage": "control", "control": name},
     )
 
 
 def _assess_controls(work: Work, plan: MigrationPlan, stage: Path) -> tuple[list[Problem], dict[str, Any]]:
     manifest = work.manifest
     folders = control_traces(manifest, stage)
-    controls = read_controls(folders)
+    try:
+        controls = read_controls(folders)
+    except UsageError as error:
+        return list(error.problems), {}
     problems = check_controls(
         controls,
         first_update=plan.first_update,
         num_updates=plan.window_updates,
         boundaries=boundaries_of(manifest),
         tolerances=manifest.tolerances.by_metric(),
+        precision=parse_dtype(manifest.run.precision),
     )
     measured: dict[str, Any] = {
         "controls": list(controls.names),
@@ -501,7 +509,7 @@ def assess_candidate(
     """
     word, manifest = RECORDER_STAGE[stage], work.manifest
     controls = read_controls(control_traces(manifest, work.directory.stage(CONTROL)))
-    problems = check_resumed_at(observed, plan, word)
+    problems = check_resumed_at(observed, plan.first_update, word)
     measured: dict[str, Any] = {}
     if check_values and not problems:
         problems += _check_state_once(work, stage, observed)

@@ -37,7 +37,7 @@ def collective_device() -> torch.device:
     if "gloo" in backend or "mpi" in backend or not torch.accelerator.is_available():
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()
-    return torch.device(kind.type if kind else "cpu", torch.accelerator.current_device_index())
+    return torch.device(kind.type, torch.get_device_module(kind).current_device()) if kind else torch.device("cpu")
 
 
 def add_over_ranks(numbers: torch.Tensor) -> torch.Tensor:

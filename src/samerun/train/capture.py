@@ -8,6 +8,7 @@ bit on one replica shows and is named. Ranks that do not hold a key (pipeline st
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from samerun.core.mesh import Layout
@@ -91,9 +92,11 @@ def capture_state(
 def _merge_tensors(variants: list[Variant], disagreements: list[dict[str, Any]]) -> dict[str, Described]:
     merged: dict[str, Described] = {}
     for variant in variants:
-        for key, shape, dtype, trainable, aliases in variant.value:
-            described = Described(tuple(shape), dtype, trainable, tuple(aliases))
+        for key, shape, dtype, trainable, aliases, cuts in variant.value:
+            described = Described(tuple(shape), dtype, trainable, tuple(aliases), cuts)
             known = merged.setdefault(key, described)
+            if known.cuts is None and cuts is not None:
+                known = merged[key] = replace(known, cuts=cuts)
             if known != described:
                 disagreements.append(
                     {

@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from samerun.core.digest import MASK, MULTIPLIER_1, MULTIPLIER_2, STRIDE, box_runs, complex_as_two, digest_seed, to_hex
+from samerun.core.digest import (
+    MASK,
+    MULTIPLIER_1,
+    MULTIPLIER_2,
+    STRIDE,
+    Runs,
+    box_runs,
+    complex_as_two,
+    digest_seed,
+    to_hex,
+)
 from samerun.core.dtype import DType, parse_dtype
 from samerun.train.shards import LocalShard, local_shard
 
@@ -19,6 +29,7 @@ if TYPE_CHECKING:
 
 _CPU_CHUNK_ELEMENTS = 1 << 15
 _DEVICE_CHUNK_ELEMENTS = 1 << 24
+_COMPILED_FROM_ELEMENTS = 1 << 22
 
 
 def dtype_of(tensor: torch.Tensor) -> DType:
@@ -69,11 +80,23 @@ def _digest_box(
     if not runs.length:
         return 0
     bits = _as_integers(part)
+    if part.device.type == "cpu" and bits.numel() >= _COMPILED_FROM_ELEMENTS:
+        return _digest_compiled(bits, runs, seed)
     chunk = _CPU_CHUNK_ELEMENTS if part.device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
     if len(runs.starts) == 1:
         return _digest_run(bits, int(runs.starts[0]), seed, chunk)
     starts = torch.from_numpy(runs.starts.view("int64")).to(part.device)
     return _digest_rows(bits.view(len(runs.starts), runs.length), starts, seed, chunk)
+
+
+def _digest_compiled(bits: torch.Tensor, runs: Runs, seed: int) -> int:
+    """The compiled kernel for files: ten times as fast on a CPU, and worth its loading time for large shards only."""
+    import numpy as np
+
+    from samerun.verify.kernel import sum_terms
+
+    unsigned = bits.numpy().view(f"u{bits.element_size()}")
+    return int(sum_terms(unsigned, runs.starts, runs.length, np.uint64(seed)))
 
 
 def _digest_run(bits: torch.Tensor, start: int, seed: int, chunk: int) -> int:

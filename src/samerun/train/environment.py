@@ -68,6 +68,21 @@ def environment(model: nn.Module | Sequence[nn.Module]) -> dict[str, Any]:
     return facts
 
 
+def dealt_batch(sampler: Any) -> dict[str, Any] | None:
+    """Returns how a sampler deals the global batch, or None for one that does not say."""
+    dealing = getattr(sampler, "dealing", None)
+    if dealing is None:
+        return None
+    return {
+        "global_batch": sampler.global_batch,
+        "max_microbatch": sampler.max_microbatch,
+        "passes": dealing.passes,
+        "replicas": dealing.replicas,
+        "replica": sampler.replica,
+        "microbatches": [list(row) for row in dealing.microbatches],
+    }
+
+
 def observed_layout(model: nn.Module | Sequence[nn.Module], declared: Layout | None) -> dict[str, int]:
     """Returns the ranks along each axis as the model's tensors show them.
 
@@ -75,16 +90,20 @@ def observed_layout(model: nn.Module | Sequence[nn.Module], declared: Layout | N
     then is left of the world is data parallelism: sharded if tensors are cut along a mesh without names, replicated
     otherwise.
     """
-    axes = dict(declared.to_dict()) if declared else {}
-    axes |= {name: size for mesh in _meshes(model) for name, size, _ in _named_axes(mesh)}
+    seen = {name: size for mesh in _meshes(model) for name, size, _ in _named_axes(mesh)}
     if replicas := _ddp_replicas(model):
-        axes["dp_replicate"] = replicas
-    have = math.prod(size for name, size in axes.items() if name in AXES)
-    if declared is None and (rest := world()[1] // max(1, have)) > 1:
+        seen["dp_replicate"] = replicas
+    world_size = world()[1]
+    axes = seen if declared is None or _ranks(seen) == world_size else {**declared.to_dict(), **seen}
+    if declared is None and (rest := world_size // max(1, _ranks(axes))) > 1:
         unnamed = any(mesh.mesh_dim_names is None for mesh in _meshes(model))
         axis = "dp_shard" if unnamed else "dp_replicate"
         axes[axis] = axes.get(axis, 1) * rest
     return {name: size for name, size in axes.items() if size != 1} or {"dp_shard": 1}
+
+
+def _ranks(axes: Mapping[str, int]) -> int:
+    return math.prod(size for name, size in axes.items() if name in AXES)
 
 
 def observed_coordinate(model: nn.Module | Sequence[nn.Module], layout: Mapping[str, int]) -> dict[str, int]:

@@ -25,7 +25,9 @@ class TensorFact:
 
     `digest` is that of most replicas (of the one with the lowest rank on a tie); `odd` lists the replicas that
     disagree with it. `nonfinite` and `nonzero` count elements of the worst and the fullest replica. `missing_elements`
-    is above 0 if the ranks together do not hold the whole tensor.
+    is above 0 if the ranks together do not hold the whole tensor. `cuts` lists how it is cut up, as [mesh axis,
+    dimension, strided] in the order of the cuts: empty if every rank holds it whole, None if the mesh has no names.
+    `lead` is the lowest rank that holds part of it.
     """
 
     key: str
@@ -39,6 +41,8 @@ class TensorFact:
     missing_elements: int
     trainable: bool | None
     aliases: tuple[str, ...]
+    cuts: Sequence[Sequence[Any]] | None = None
+    lead: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Returns the JSON form; what is as it should be is left out."""
@@ -58,6 +62,10 @@ class TensorFact:
             body["trainable"] = self.trainable
         if self.aliases:
             body["aliases"] = list(self.aliases)
+        if self.cuts is not None:
+            body["cuts"] = [list(cut) for cut in self.cuts]
+        if self.lead:
+            body["lead"] = self.lead
         return body
 
 

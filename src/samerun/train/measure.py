@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from samerun.core.digest import MASK, to_hex
@@ -34,6 +34,10 @@ class Held:
     trainable: bool | None = None
     aliases: tuple[str, ...] = ()
 
+    @property
+    def cuts(self) -> list[list[Any]] | None:
+        return self.shard.describe_cuts() if self.shard is not None else None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Local:
@@ -41,7 +45,7 @@ class Local:
     problems: tuple[Problem, ...]
 
     def describe(self) -> list[list[Any]]:
-        return [[h.key, list(h.shape), h.dtype, h.trainable, list(h.aliases)] for h in self.held]
+        return [[h.key, list(h.shape), h.dtype, h.trainable, list(h.aliases), h.cuts] for h in self.held]
 
 
 def read_local(model: Any, optimizer: Any) -> Local:
@@ -113,6 +117,7 @@ class Described:
     dtype: str
     trainable: bool | None
     aliases: tuple[str, ...]
+    cuts: list[list[Any]] | None = field(default=None, compare=False)  # not known to ranks outside of the mesh
 
 
 def measure(local: Local, catalogue: Mapping[str, Described]) -> dict[str, list[list[int]]]:
@@ -194,6 +199,8 @@ def tensor_fact(key: str, rows: list[list[int]], described: Described) -> Tensor
         missing_elements=max((elements - row[1 + _ELEMENTS] for row in rows), default=elements),
         trainable=described.trainable,
         aliases=described.aliases,
+        cuts=described.cuts,
+        lead=replicas[0].lead if replicas else 0,
     )
 
 

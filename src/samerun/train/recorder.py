@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from samerun.core.mesh import Layout
 from samerun.errors import Problem, UsageError
-from samerun.trace import TraceWriter
+from samerun.trace import SCHEMA, TraceWriter
 from samerun.train.launch import Launch, read_launch
+from samerun.train.values import array, number, numbers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
 
 Norms = Literal["every", "after-save", "never"]
 _LARGEST_LOGITS = 1 << 22  # elements kept of an evaluation's logits
+
+# Recorded models stay alive until the interpreter ends. When the last reference to a DDP model goes, torch 2.13 joins
+# gloo's threads with the GIL held; a thread that is still finishing the last collective needs the GIL, and the job
+# hangs at its very end.
+_kept_alive: list[Any] = []
 
 
 class Recorder:
@@ -65,7 +71,9 @@ class Recorder:
     ) -> None:
         if norms not in ("every", "after-save", "never"):
             raise UsageError(
-                Problem("SR-REC-USE", f"norms={norms!r}", expected="every, after-save or never", found=norms)
+                Problem(
+                    "SR-REC-USE", f"there is no norms={norms!r}", hint="it is every, after-save or never", found=norms
+                )
             )
         self._directory = Path(dir) if dir is not None else None
         self._launch = _launch
@@ -75,6 +83,7 @@ class Recorder:
         self._writer: TraceWriter | None = None
         self._watch: StepWatch | None = None
         self._objects: dict[str, Any] = {}
+        self._layout: Layout | None = None
         self._update: int | None = None
         self._num_updates = self._num_evals = 0
         self._loaded = self._closed = self._end_captured = False
@@ -165,6 +174,7 @@ class Recorder:
         self._writer.write("header", self._header(declared, batch))
         self._watch = self._start_watch()
         atexit.register(self._close_at_exit)
+        _kept_alive.append(model)
 
     def loaded(self, *, update: int) -> None:
         """Says that the state is now that after `update` completed updates: call it after loading, or with 0.
@@ -199,7 +209,7 @@ class Recorder:
         with evaluating(self._model):
             result = function()
         after = fingerprint(self._model, self._optimizer, state)
-        losses = _floats(result["losses"])
+        losses = numbers(result["losses"])
         tensors, rng = before.changed_tensors(after), before.changed_rng(after)
         writer.write(
             "eval",
@@ -255,8 +265,8 @@ class Recorder:
                 update=update,
             )
         facts = self._watch.take()
-        loss_value = _float(loss)
-        norm = facts.grad_norm if grad_norm is None else _float(grad_norm)
+        loss_value = number(loss)
+        norm = facts.grad_norm if grad_norm is None else number(grad_norm)
         ids = [item if isinstance(item, str) else int(item) for item in sample_ids]
         body = {
             "update": int(update),
@@ -295,18 +305,25 @@ class Recorder:
         self._close("finished" if self.finished else "closed")
 
     def _header(self, declared: Layout | None, batch: Mapping[str, Any] | None) -> dict[str, Any]:
-        from samerun.train.environment import environment, observed_coordinate, observed_layout, versions
+        from samerun.train.environment import (
+            dealt_batch,
+            environment,
+            observed_coordinate,
+            observed_layout,
+            versions,
+        )
 
         layout = observed_layout(self._model, declared)
+        self._layout = Layout.from_dict(layout)
         return {
-            "schema": "samerun/trace/1",
+            "schema": SCHEMA,
             "stage": self.stage,
             "rank": self._rank,
             "world_size": self._world_size,
             "coordinate": observed_coordinate(self._model, layout),
             "layout": layout,
             "declared_layout": declared.to_dict(short=True) if declared else None,
-            "batch": dict(batch) if batch is not None else _batch_of(self._sampler),
+            "batch": dict(batch) if batch is not None else dealt_batch(self._sampler),
             "versions": versions(),
             "environment": environment(self._model),
         }
@@ -330,6 +347,7 @@ class Recorder:
             scheduler=self._scheduler,
             objects=self._objects,
             config=self._config,
+            layout=self._layout,
         )
         if self._rank == 0 and self._writer is not None:
             self._writer.write("state", {"when": when, "update": self._update or 0, **captured.to_json()})
@@ -354,14 +372,14 @@ class Recorder:
             return None
         import numpy as np
 
-        array = _array(logits)
+        values = array(logits)
         if self._rank != 0:
             return None
-        stride = max(1, -(-array.size // _LARGEST_LOGITS))
-        kept = np.ascontiguousarray(array.reshape(-1)[::stride]) if stride > 1 else array
+        stride = max(1, -(-values.size // _LARGEST_LOGITS))
+        kept = np.ascontiguousarray(values.reshape(-1)[::stride]) if stride > 1 else values
         name = f"eval-{self._num_evals:03d}-logits.npy"
         np.save(self._directory / name, kept)
-        return {"file": name, "shape": list(array.shape), "stored_elements": int(kept.size), "stride": stride}
+        return {"file": name, "shape": list(values.shape), "stored_elements": int(kept.size), "stride": stride}
 
     def _require_attached(self, method: str) -> TraceWriter:
         if self._writer is None or self._closed:
@@ -397,43 +415,10 @@ def _read_layout(layout: Layout | Mapping[str, int] | str | None) -> Layout | No
         return Layout.parse(layout) if isinstance(layout, str) else Layout.from_dict(layout)
     except ValueError as error:
         raise UsageError(
-            Problem("SR-REC-USE", f"attach was given an unusable layout: {error}", found=repr(layout))
+            Problem(
+                "SR-REC-USE",
+                f"attach was given an unusable layout: {error}",
+                hint="name ranks along each axis, such as tp=2,dp_shard=4",
+                found=repr(layout),
+            )
         ) from None
-
-
-def _batch_of(sampler: Any) -> dict[str, Any] | None:
-    dealing = getattr(sampler, "dealing", None)
-    if dealing is None:
-        return None
-    return {
-        "global_batch": sampler.global_batch,
-        "max_microbatch": sampler.max_microbatch,
-        "passes": dealing.passes,
-        "replicas": dealing.replicas,
-        "replica": sampler.replica,
-        "microbatches": [list(row) for row in dealing.microbatches],
-    }
-
-
-def _whole(value: Any) -> Any:
-    """Returns a detached plain tensor on the CPU for any tensor; other things as they are."""
-    if not hasattr(value, "detach"):
-        return value
-    detached = value.detach()
-    return (detached.full_tensor() if hasattr(detached, "full_tensor") else detached).cpu()
-
-
-def _float(value: Any) -> float:
-    return float(_whole(value))
-
-
-def _floats(values: Any) -> list[float]:
-    whole = _whole(values)
-    return [float(value) for value in (whole.reshape(-1).tolist() if hasattr(whole, "reshape") else whole)]
-
-
-def _array(values: Any) -> Any:
-    import numpy as np
-
-    whole = _whole(values)
-    return np.asarray(whole.float().numpy() if hasattr(whole, "numpy") else whole, dtype=np.float32)

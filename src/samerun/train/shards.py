@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from samerun.errors import Problem, UsageError
@@ -22,12 +22,14 @@ class Split:
     """One cut of a dimension: into `parts`, of which this rank has number `index`.
 
     `strided` is the split factor of a strided shard: the dimension is first cut into that many stretches, each
-    stretch is cut into `parts`, and the rank has its part of every stretch. 1 is an ordinary shard.
+    stretch is cut into `parts`, and the rank has its part of every stretch. 1 is an ordinary shard. `axis` names the
+    axis of the mesh that the parts lie along; None for a mesh without names.
     """
 
     parts: int
     index: int
     strided: int = 1
+    axis: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,13 +38,15 @@ class LocalShard:
 
     `shape` is global. `intervals` has one entry per dimension, which together with their order say where each row of
     `local` belongs. `lead` is the lowest rank among those that together hold this replica of the tensor (this rank,
-    for a tensor that it holds whole), which is what tells replicas apart.
+    for a tensor that it holds whole), which is what tells replicas apart. `cuts` lists the cuts of each dimension in
+    the order in which they are made.
     """
 
     shape: tuple[int, ...]
     local: torch.Tensor
     intervals: tuple[Intervals, ...]
     lead: int
+    cuts: tuple[tuple[Split, ...], ...] = ()
 
     @classmethod
     def whole(cls, tensor: torch.Tensor, *, rank: int = 0) -> Self:
@@ -54,6 +58,14 @@ class LocalShard:
     def num_elements(self) -> int:
         """Elements that this rank holds."""
         return self.local.numel()
+
+    def describe_cuts(self) -> list[list[Any]] | None:
+        """Returns [mesh axis, dimension, strided] of every cut, the same on every rank; None if an axis has no name.
+
+        A tensor that every rank holds whole has none. Axes along which there is one part only are left out.
+        """
+        cuts = [(dim, cut) for dim, made in enumerate(self.cuts) for cut in made if cut.parts > 1]
+        return None if any(cut.axis is None for _, cut in cuts) else [[cut.axis, dim, cut.strided] for dim, cut in cuts]
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
         """Yields (global offsets, values) for each box that the shard consists of; one unless it is strided."""
@@ -94,9 +106,10 @@ def local_shard(tensor: torch.Tensor, *, rank: int = 0) -> LocalShard | None:
     local = sharded.to_local().detach()
     splits = _splits_per_dim(sharded, coordinate)
     for order in (_as_cut, list[Split]):
-        intervals = tuple(held_intervals(size, order(cuts)) for size, cuts in zip(shape, splits, strict=True))
+        cuts = tuple(tuple(order(made)) for made in splits)
+        intervals = tuple(held_intervals(size, made) for size, made in zip(shape, cuts, strict=True))
         if all(_count(held) == size for held, size in zip(intervals, local.shape, strict=True)):
-            return LocalShard(shape, local, intervals, _lead_rank(sharded, coordinate))
+            return LocalShard(shape, local, intervals, _lead_rank(sharded, coordinate), cuts)
     raise UsageError(
         Problem(
             "SR-DIGEST-PLACEMENT",
@@ -110,6 +123,7 @@ def local_shard(tensor: torch.Tensor, *, rank: int = 0) -> LocalShard | None:
 
 def _splits_per_dim(sharded: Any, coordinate: Sequence[int]) -> list[list[Split]]:
     splits: list[list[Split]] = [[] for _ in sharded.shape]
+    names = sharded.device_mesh.mesh_dim_names
     for mesh_dim, placement in enumerate(sharded.placements):
         if placement.is_replicate():
             continue
@@ -126,6 +140,7 @@ def _splits_per_dim(sharded: Any, coordinate: Sequence[int]) -> list[list[Split]
                 parts=sharded.device_mesh.size(mesh_dim),
                 index=coordinate[mesh_dim],
                 strided=int(getattr(placement, "split_factor", 1)),
+                axis=names[mesh_dim] if names else None,
             )
         )
     return splits
@@ -142,7 +157,7 @@ def _as_cut(splits: list[Split]) -> list[Split]:
         return []
     first, rest = splits[0], splits[1:]
     if first.strided > 1 and first.strided == math.prod(split.parts for split in rest):
-        return [*_as_cut(rest), Split(parts=first.parts, index=first.index)]
+        return [*_as_cut(rest), replace(first, strided=1)]
     return [first, *_as_cut(rest)]
 
 

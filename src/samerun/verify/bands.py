@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from samerun.core.dtype import DType
 from samerun.core.tolerance import Band, band_from_controls, band_from_user, check_band, deviation
-from samerun.errors import Problem
+from samerun.errors import Problem, Severity
 from samerun.manifest.models import ControlTolerance, UserTolerance
 from samerun.verify.evaluate import Evaluation, logit_deviation, loss_deviation
 from samerun.verify.observed import Observed, ObservedUpdate
@@ -73,6 +74,7 @@ def check_controls(
     num_updates: int,
     boundaries: Sequence[tuple[str, int]],
     tolerances: Mapping[str, Tolerance],
+    precision: DType,
 ) -> list[Problem]:
     """Returns every reason why these controls cannot judge a candidate. Each makes the verdict abstain."""
     indices = range(first_update, first_update + num_updates)
@@ -95,11 +97,35 @@ def check_controls(
         )
     for name, observed in zip(controls.names[1:], controls.observed[1:], strict=True):
         problems += _check_pair(controls.names[0], controls.reference, name, observed, indices)
+    if not problems and measured and precision.num_bytes < 4:
+        problems += _check_variation(controls, indices)
     return problems
 
 
+def _check_variation(controls: Controls, indices: range) -> Iterator[Problem]:
+    """Yields a warning when the controls agree bit for bit although the precision is low.
+
+    In fp32 the floors cover what a whole window makes of rounding. In bf16 a window amplifies it far beyond any floor
+    that still judges the first update, so it has to be measured.
+    """
+    reference = controls.reference.by_update()
+    for other in controls.observed[1:]:
+        found = other.by_update()
+        if any(getattr(reference[i], name) != getattr(found[i], name) for i in indices for name in NUMBERS):
+            return
+    if len(controls.observed) > 1:
+        yield Problem(
+            "SR-CONTROL-EXACT",
+            "the controls agree bit for bit, so what rounding does to this run in low precision was not measured",
+            Severity.WARNING,
+            where={"stage": "control"},
+            hint="set control.vary_microbatch to another microbatch: an innocent candidate adds in another order too, "
+            "and could leave a band that is only the floor",
+        )
+
+
 def _check_one(name: str, observed: Observed, indices: range) -> Iterator[Problem]:
-    where = {"stage": "control", "file": name}
+    where = {"stage": "control", "control": name}
     for problem in observed.problems:
         yield Problem(
             "SR-CONTROL-TRACE",
@@ -155,14 +181,14 @@ def _check_evaluations(controls: Controls) -> Iterator[Problem]:
             yield Problem(
                 "SR-CONTROL-EVAL",
                 f"evaluating the fixed examples changed the control's own state: {', '.join(item.changed[:6])}",
-                where={"stage": "control", "file": name},
+                where={"stage": "control", "control": name},
                 hint="the control's updates no longer follow from the checkpoint; use eval mode, no_grad, no sampler",
             )
         if item is not None and not all(math.isfinite(loss) for loss in item.losses):
             yield Problem(
                 "SR-CONTROL-NONFINITE",
                 "the control's loss on a fixed example is not finite",
-                where={"stage": "control", "file": name, "key": "eval"},
+                where={"stage": "control", "control": name, "key": "eval"},
                 hint="the checkpoint holds a value that is not finite, or the examples do not suit the model",
             )
 
@@ -191,7 +217,7 @@ def _check_crossings(reference: Observed, indices: range, boundaries: Sequence[t
 
 def _check_pair(first: str, reference: Observed, name: str, other: Observed, indices: range) -> Iterator[Problem]:
     one, two = reference.by_update(), other.by_update()
-    where = {"stage": "control", "file": name}
+    where = {"stage": "control", "control": name}
     for index in (index for index in indices if index in one and index in two):
         a, b = one[index], two[index]
         if a.ids is not None and b.ids is not None and Counter(a.all_ids()) != Counter(b.all_ids()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +12,17 @@ import numpy.typing as npt
 
 from samerun.core.plain import MISSING, differing_paths, is_opaque, plain
 from samerun.core.rename import NameMap
-from samerun.core.state import LogicalState, ParamGroup
+from samerun.core.state import LogicalState
+from samerun.errors import CorruptCheckpoint, Problem
 from samerun.verify.digest import blocks, read_pieces
-from samerun.verify.match import is_counter, match_tensors
+from samerun.verify.match import group_settings, is_counter, match_tensors
 
 if TYPE_CHECKING:
     from samerun.formats.base import Checkpoint
 
 Array = npt.NDArray[Any]
 
+_MOST_PER_OBJECT = 8
 _PROGRESS = ("update", "samples", "tokens", "epoch")
 
 
@@ -112,7 +114,7 @@ def compare_checkpoints(
         progress: called with (key, bytes of A) as each tensor is done.
 
     Raises:
-        CorruptCheckpoint: if a tensor on either side is not whole or cannot be read.
+        CorruptCheckpoint: if a tensor on either side is not whole or cannot be read; every such tensor is listed.
     """
     renames = names or NameMap()
     old = {renames.rename(key): key for key in a.state.tensors}
@@ -121,30 +123,49 @@ def compare_checkpoints(
         for new, key in old.items()
     }
     match = match_tensors(b.state, described, counters=True)
-    shapes: list[Disagreement] = []
-    dtypes: list[Disagreement] = []
-    values: list[ValueDifference] = []
+    found = _Found()
     for pair in match.pairs:
-        mine, other = a.state.tensors[old[pair.key]], b.state.tensors[pair.saved]
-        if mine.shape != other.shape and not (is_counter(mine.key) and mine.num_elements == other.num_elements == 1):
-            shapes.append(Disagreement(pair.saved, list(mine.shape), list(other.shape)))
-        else:
-            if mine.dtype != other.dtype and not is_counter(mine.key):
-                dtypes.append(Disagreement(pair.saved, mine.dtype.name, other.dtype.name))
-            difference = compare_tensor(a, old[pair.key], b, pair.saved, rtol=rtol, atol=atol)
-            values += [difference] if difference else []
+        _compare_pair(a, old[pair.key], b, pair.saved, rtol, atol, found)
         if progress is not None:
-            progress(pair.saved, mine.num_bytes)
+            progress(pair.saved, a.state.tensors[old[pair.key]].num_bytes)
+    if found.unreadable:
+        raise CorruptCheckpoint(found.unreadable)
     return Comparison(
         only_in_a=tuple(match.unexpected),
         only_in_b=tuple(match.missing),
-        shape=tuple(shapes),
-        dtype=tuple(dtypes),
-        values=tuple(values),
+        shape=tuple(found.shape),
+        dtype=tuple(found.dtype),
+        values=tuple(found.values),
         settings=tuple(compare_settings(a.state, b.state, renames)),
         objects=tuple(_compare_objects(a.state, b.state)),
         compared=len(match.pairs),
     )
+
+
+@dataclass(slots=True)
+class _Found:
+    shape: list[Disagreement] = field(default_factory=list[Disagreement])
+    dtype: list[Disagreement] = field(default_factory=list[Disagreement])
+    values: list[ValueDifference] = field(default_factory=list[ValueDifference])
+    unreadable: list[Problem] = field(default_factory=list[Problem])
+
+
+def _compare_pair(
+    a: Checkpoint, key_a: str, b: Checkpoint, key_b: str, rtol: float, atol: float, found: _Found
+) -> None:
+    mine, other = a.state.tensors[key_a], b.state.tensors[key_b]
+    one_number = is_counter(mine.key) and mine.num_elements == other.num_elements == 1
+    if mine.shape != other.shape and not one_number:
+        found.shape.append(Disagreement(key_b, list(mine.shape), list(other.shape)))
+        return
+    if mine.dtype != other.dtype and not is_counter(mine.key):
+        found.dtype.append(Disagreement(key_b, mine.dtype.name, other.dtype.name))
+    try:
+        difference = compare_tensor(a, key_a, b, key_b, rtol=rtol, atol=atol)
+    except CorruptCheckpoint as error:
+        found.unreadable.extend(error.problems)
+        return
+    found.values += [difference] if difference else []
 
 
 def compare_tensor(
@@ -206,7 +227,7 @@ def compare_settings(a: LogicalState, b: LogicalState, names: NameMap) -> list[D
     """Returns differences in parameter groups (by name), progress and scheduler, where both sides record them."""
     differences: list[Disagreement] = []
     if a.groups and b.groups:
-        differences += _compare_groups(a.groups, b.groups, names)
+        differences += _compare_groups(a, b, names)
     for name in _PROGRESS:
         mine, other = getattr(a.progress, name), getattr(b.progress, name)
         if mine is not None and other is not None and mine != other:
@@ -216,9 +237,9 @@ def compare_settings(a: LogicalState, b: LogicalState, names: NameMap) -> list[D
     return differences
 
 
-def _compare_groups(a: tuple[ParamGroup, ...], b: tuple[ParamGroup, ...], names: NameMap) -> list[Disagreement]:
-    mine = {names.rename(f"param:{fqn}"): plain(dict(group.hyperparameters)) for group in a for fqn in group.params}
-    other = {f"param:{fqn}": plain(dict(group.hyperparameters)) for group in b for fqn in group.params}
+def _compare_groups(a: LogicalState, b: LogicalState, names: NameMap) -> list[Disagreement]:
+    mine = {names.rename(f"param:{fqn}"): values for fqn, values in group_settings(a).items()}
+    other = {f"param:{fqn}": values for fqn, values in group_settings(b).items()}
     differences: list[Disagreement] = []
     for key in dict.fromkeys([*mine, *other]):
         if key not in mine or key not in other:
@@ -230,9 +251,9 @@ def _compare_groups(a: tuple[ParamGroup, ...], b: tuple[ParamGroup, ...], names:
     return differences
 
 
-def _compare_plain(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Disagreement]:
+def _compare_plain(name: str, a: Any, b: Any) -> list[Disagreement]:
     return [
-        Disagreement(f"{name}.{path}", x, y)
+        Disagreement(f"{name}.{path}" if path else name, x, y)
         for path, x, y in differing_paths(plain(a, name), plain(b, name))
         if not (is_opaque(x) or is_opaque(y))
     ]
@@ -240,9 +261,10 @@ def _compare_plain(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> lis
 
 def _compare_objects(a: LogicalState, b: LogicalState) -> list[Disagreement]:
     mine, other = {**a.objects, **a.data, **a.rng}, {**b.objects, **b.data, **b.rng}
-    return [
-        difference
-        for name in mine
-        if name in other
-        for difference in _compare_plain(name, {"": mine[name]}, {"": other[name]})
-    ]
+    differences: list[Disagreement] = []
+    for name in mine:
+        found = _compare_plain(name, mine[name], other[name]) if name in other else []
+        if len(found) > _MOST_PER_OBJECT:  # the words of a random generator, say
+            found = [Disagreement(f"{name}: {len(found)} values, the first at {found[0].key}", found[0].a, found[0].b)]
+        differences += found
+    return differences

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,12 +59,12 @@ class Outcome:
 def check_outcome(outcome: Outcome, stage: str, *, timeout_seconds: float) -> list[Problem]:
     """Returns findings about how the job ended: its exit status, its time limit, processes that it left behind."""
     problems: list[Problem] = []
-    tail = "\n".join(outcome.tail[-12:])
+    said = "\n".join(telling_lines(outcome.tail)) or "(no output)"
     if outcome.timed_out:
         problems.append(
             Problem(
                 "SR-JOB-TIMEOUT",
-                f"the job did not end within {timeout_seconds:g} s and was stopped; its last lines:\n{tail}",
+                f"the job did not end within {timeout_seconds:g} s and was stopped; it said last:\n{said}",
                 where={"stage": stage},
                 hint="a hang right after loading is usually one rank waiting in a collective that another never "
                 "entered; if the job is only slow, raise launch.timeout_seconds",
@@ -73,7 +74,7 @@ def check_outcome(outcome: Outcome, stage: str, *, timeout_seconds: float) -> li
         problems.append(
             Problem(
                 "SR-JOB-FAILED",
-                f"the job ended with {describe_status(outcome.returncode)}; its last lines:\n{tail}",
+                f"the job ended with {describe_status(outcome.returncode)}; it said:\n{said}",
                 where={"stage": stage},
                 hint="the whole output is in the stage's log.txt; the command is in its result.json",
             )
@@ -89,6 +90,37 @@ def check_outcome(outcome: Outcome, stage: str, *, timeout_seconds: float) -> li
             )
         )
     return problems
+
+
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Failure)\b")
+_RANK = re.compile(r"^\[rank\d+\]:\s?")
+_LAUNCHER = re.compile(r"torch[./]distributed[./](?:elastic|run|launcher)|^[WEI]\d{4} |^=+$|^-+$")
+
+
+def telling_lines(tail: Sequence[str], limit: int = 12) -> tuple[str, ...]:
+    """Returns what explains a job's end: the exceptions that its ranks raised, or else its last lines.
+
+    A launcher's own account of the failure, which comes last and says least, is left out.
+
+    >>> telling_lines(["[rank1]: KeyError: 'w'", "[rank0]: KeyError: 'w'", "torch.distributed.elastic.X: failed"])
+    ("KeyError: 'w'",)
+    """
+    own: list[str] = []
+    for line in tail:
+        if _LAUNCHER.search(line):
+            if own:
+                break
+            continue
+        own.append(_RANK.sub("", line))
+    raised = [place for place, line in enumerate(own) if _EXCEPTION.match(line)]
+    if not raised:
+        return tuple(own[-limit:]) or tuple(tail[-limit:])
+    found: dict[str, None] = {}
+    for place in raised:
+        found[own[place]] = None
+        if place + 1 < len(own) and own[place + 1].startswith("    "):
+            found[own[place + 1]] = None  # the second line of a message: what to do about it
+    return tuple(found)[:limit]
 
 
 def describe_status(returncode: int) -> str:
@@ -177,7 +209,7 @@ def _check_layout(headers: Mapping[int, Header], plan: JobPlan) -> list[Problem]
             if axes is not None and (problem := _layout_differs(axes, plan, rank)) is not None:
                 return [problem]
         if header.layout is None:
-            return [_not_reported(plan, rank, "layout", "SR-JOB-LAYOUT", "pass layout= to recorder.attach")]
+            return [_not_reported(plan, rank, "layout", "pass layout= to recorder.attach")]
         expected = plan.layout.coordinate(rank)
         if header.coordinate and {axis: header.coordinate.get(axis, 0) for axis in expected} != expected:
             return [
@@ -218,7 +250,7 @@ def _check_batch(headers: Mapping[int, Header], plan: JobPlan) -> list[Problem]:
     for rank, line in sorted(headers.items()):
         batch = line.batch
         if batch is None:
-            return [_not_reported(plan, rank, "batch", "SR-JOB-BATCH", "pass sampler= to recorder.attach")]
+            return [_not_reported(plan, rank, "batch", "pass sampler= or batch= to recorder.attach")]
         differing = _batch_differences(batch, plan)
         if differing:
             return [
@@ -253,9 +285,9 @@ def _rows(microbatches: Sequence[Sequence[int]]) -> str:
     return " | ".join(",".join(map(str, row)) for row in microbatches)
 
 
-def _not_reported(plan: JobPlan, rank: int, what: str, code: str, hint: str) -> Problem:
+def _not_reported(plan: JobPlan, rank: int, what: str, hint: str) -> Problem:
     return Problem(
-        code,
+        "SR-JOB-UNREPORTED",
         f"the job does not report its {what}, so it cannot be compared with the sealed plan",
         where={"stage": plan.stage, "rank": rank},
         expected=plan.describe(),

@@ -34,5 +34,15 @@ def _sum_terms(bits: npt.NDArray[Any], starts: npt.NDArray[np.uint64], length: i
     return total
 
 
-# Releases the GIL, so that a few threads can digest a few tensors at once; compiled once, then kept on disk.
-sum_terms: Any = numba.njit(cache=True, nogil=True)(_sum_terms)
+def _compile() -> Any:
+    """Compiles for one element width at a time, at first use (a fraction of a second), and keeps the result on disk.
+
+    Without the GIL, so that a few threads can digest a few tensors at once.
+    """
+    try:
+        return numba.njit(cache=True, nogil=True)(_sum_terms)
+    except RuntimeError:  # numba finds no directory that it may write its cache to
+        return numba.njit(nogil=True)(_sum_terms)
+
+
+sum_terms: Any = _compile()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from samerun.errors import Problem
+from samerun.errors import CorruptCheckpoint, Problem
 from samerun.verify.load_objects import check_config, check_objects, check_rng, check_scheduler
 from samerun.verify.load_settings import check_counters, check_groups, check_optimizer_class, check_update
 from samerun.verify.load_tensors import check_ranks, check_tensors, check_ties
@@ -42,7 +42,7 @@ def check_loaded(
         threads: tensors digested at once.
 
     Raises:
-        CorruptCheckpoint: if a tensor of the checkpoint is not whole or cannot be read.
+        CorruptCheckpoint: if a tensor of the checkpoint is not whole or cannot be read; every such tensor is listed.
     """
     match = match_tensors(checkpoint.state, found["tensors"])
     loaded = Loaded(checkpoint, found, declare, match, digests if digests is not None else {})
@@ -69,6 +69,15 @@ def _digest_ahead(loaded: Loaded, threads: int) -> None:
         entry, fact = loaded.state.tensors[pair.saved], loaded.found["tensors"][pair.key]
         if list(entry.shape) == list(fact["shape"]) and entry.dtype.name == fact["dtype"]:
             wanted += [(saved, pair.key) for saved in (pair.saved, *pair.copies)]
+
+    def work(names: tuple[str, str]) -> tuple[Problem, ...]:
+        try:
+            loaded.digest(*names)
+        except CorruptCheckpoint as error:
+            return error.problems
+        return ()
+
     with ThreadPoolExecutor(max_workers=max(1, threads)) as pool:
-        for _ in pool.map(loaded.digest, *zip(*wanted, strict=True)) if wanted else ():
-            pass
+        problems = [problem for found in pool.map(work, wanted) for problem in found]
+    if problems:
+        raise CorruptCheckpoint(problems)

@@ -105,7 +105,8 @@ def _sources(state: LogicalState) -> dict[str, Any]:
 
 def saved_names(state: LogicalState) -> set[str]:
     """Returns the top-level names of everything saved that is neither tensor, group, scheduler nor random state."""
-    return {name.partition(".")[0] for name in _sources(state)}
+    streams = {name.partition(".")[0] for name in state.rng}  # compared by check_rng
+    return {name.partition(".")[0] for name in _sources(state)} - streams
 
 
 def saved_object(state: LogicalState, name: str) -> Any:
@@ -192,12 +193,11 @@ def check_rng(loaded: Loaded) -> list[Problem]:
     """Returns ranks whose random-number state is not a saved one, if the manifest claims that it is kept."""
     if loaded.declared("rng").changes or not loaded.state.rng:
         return []
-    saved = {name: _rng_digests(value) for name, value in loaded.state.rng.items()}
-    everything = {digest for digests in saved.values() for digest in digests}
+    saved = [pair for name, value in loaded.state.rng.items() for pair in _rng_digests(tuple(name.split(".")), value)]
     problems: list[Problem] = []
     for rank, found in loaded.found.get("rng", {}).items():
-        own = next((digests for name, digests in saved.items() if name.rpartition(".")[2] == rank), everything)
-        if found not in own:
+        own = {digest for path, digest in saved if rank in path} or {digest for _, digest in saved}
+        if own and found not in own:
             problems.append(
                 Problem(
                     "SR-LOAD-OBJECT",
@@ -211,16 +211,17 @@ def check_rng(loaded: Loaded) -> list[Problem]:
     return problems
 
 
-def _rng_digests(value: Any) -> set[str]:
-    """Returns the digests of every byte tensor inside a saved random state: one of them is torch's own."""
+def _rng_digests(path: tuple[str, ...], value: Any) -> list[tuple[tuple[str, ...], str]]:
+    """Returns (path, digest) of every array inside a saved random state: one of a rank's arrays is torch's own."""
     import numpy as np
 
     from samerun.core.digest import digest_array
 
     if isinstance(value, np.ndarray):
-        return {digest_array("rng:torch", cast("np.ndarray[Any, Any]", value))}
+        return [(path, digest_array("rng:torch", cast("np.ndarray[Any, Any]", value)))]
     if isinstance(value, Mapping):
-        return {digest for item in cast("Mapping[str, Any]", value).values() for digest in _rng_digests(item)}
+        items = cast("Mapping[Any, Any]", value).items()
+        return [pair for name, item in items for pair in _rng_digests((*path, *str(name).split(".")), item)]
     if isinstance(value, list | tuple):
-        return {digest for item in cast("list[Any]", value) for digest in _rng_digests(item)}
-    return set()
+        return [pair for item in cast("list[Any]", value) for pair in _rng_digests(path, item)]
+    return []

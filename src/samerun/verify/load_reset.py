@@ -45,7 +45,7 @@ class Resets:
                     f"the optimizer starts from nothing: the state of all {len(self.saved)} parameters is "
                     f"{' or '.join(sorted(set(self.how.values())))}",
                     severity,
-                    where={"tensor": f"optim:{first}"},
+                    where={"tensor": f"param:{first}"},
                     hint=hint,
                     expected=f"{len(self.saved)} parameters with the saved state",
                     found="0",
@@ -56,7 +56,7 @@ class Resets:
                 "SR-LOAD-OPT-RESET",
                 f"the optimizer state of this parameter is {how}",
                 severity,
-                where={"tensor": f"optim:{name}"},
+                where={"tensor": f"param:{name}"},
                 hint=hint,
                 expected="the saved state",
                 found=how,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from samerun.core.plain import MISSING, plain, same_plain, unbox
 from samerun.core.state import TensorKey
 from samerun.errors import Problem, Severity
-from samerun.verify.match import is_counter, model_aliases
+from samerun.verify.match import group_settings, is_counter
 
 if TYPE_CHECKING:
     from samerun.verify.loaded import Loaded
@@ -31,7 +31,7 @@ class _Difference:
 
 def check_groups(loaded: Loaded) -> list[Problem]:
     """Returns hyperparameters that differ, by parameter name and not by position, and parameters in no group."""
-    saved = _saved_settings(loaded)
+    saved = group_settings(loaded.state)
     held = {name: group["hyperparameters"] for group in loaded.found["groups"] for name in group["params"]}
     problems = _check_strangers(loaded)
     if not saved:
@@ -49,19 +49,6 @@ def check_groups(loaded: Loaded) -> list[Problem]:
     return problems + [
         _setting_problem(loaded, difference.name, *values[difference], names) for difference, names in params.items()
     ]
-
-
-def _saved_settings(loaded: Loaded) -> dict[str, Mapping[str, Any]]:
-    """Returns the checkpoint's hyperparameters by the job's parameter names."""
-    settings: dict[str, Mapping[str, Any]] = {}
-    for group in loaded.state.groups:
-        values = plain(dict(group.hyperparameters))
-        for name in group.params:
-            settings[name] = values
-            entry = loaded.state.tensors.get(f"param:{name}")
-            for alias in model_aliases(loaded.state, entry) if entry else ():
-                settings.setdefault(alias, values)
-    return settings
 
 
 def _check_strangers(loaded: Loaded) -> list[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from samerun.core.mesh import Layout
@@ -21,7 +22,7 @@ _PARTS = {
     Role.MASTER: "parameters",
     Role.EMA: "parameters",
 }
-_MOST_CANDIDATES = 64  # other tensors of equal shape that are tried as the source of a tensor with wrong values
+_SEARCH_BYTES = 1 << 30  # read at most, over all tensors, to find out whose values a wrong tensor has
 
 
 def declared_part(key: str) -> str:
@@ -31,13 +32,13 @@ def declared_part(key: str) -> str:
 
 def check_tensors(loaded: Loaded) -> list[Problem]:
     """Returns differences in keys, shapes, types and values, and non-finite values."""
-    resets = find_resets(loaded)
+    resets, budget = find_resets(loaded), _Budget(_SEARCH_BYTES)
     problems = resets.problems(loaded)
     problems += _check_missing(loaded, resets)
     problems += _check_unexpected(loaded)
     for pair in loaded.match.pairs:
         problems += _check_pair(loaded, pair, resets)
-    return problems
+    return [_explained(loaded, problem, budget) for problem in problems]
 
 
 def _check_missing(loaded: Loaded, resets: Resets) -> list[Problem]:
@@ -172,7 +173,7 @@ def _check_values(loaded: Loaded, pair: Pair, fact: Mapping[str, Any]) -> list[P
         problems.append(
             Problem(
                 "SR-LOAD-OPT" if optimizer else "SR-LOAD-PARAM",
-                f"the values are not those of the checkpoint{_what_it_is(loaded, pair, fact)}",
+                "the values are not those of the checkpoint" + ("" if fact["nonzero"] else ": all are zero"),
                 loaded.declared(declared_part(pair.key)).severity,
                 where={"tensor": pair.key},
                 hint=_value_hint(loaded, pair),
@@ -189,22 +190,28 @@ def _value_hint(loaded: Loaded, pair: Pair) -> str:
     return "`samerun diff` between this checkpoint and one saved right after loading shows by how much"
 
 
-def _what_it_is(loaded: Loaded, pair: Pair, fact: Mapping[str, Any]) -> str:
-    """Returns what the wrong values are, if that can be told: zeros, or another tensor of the checkpoint."""
-    if not fact["nonzero"]:
-        return ": all are zero"
-    entry = loaded.state.tensors[pair.saved]
-    rivals = [
-        key
-        for key, other in loaded.state.tensors.items()
-        if key != pair.saved
-        and (other.shape, other.dtype, other.key.role, other.key.slot)
-        == (entry.shape, entry.dtype, entry.key.role, entry.key.slot)
-    ]
-    for rival in rivals[:_MOST_CANDIDATES]:
-        if loaded.digest(rival, pair.key) == fact["digest"]:
-            return f": they are those of {rival}"
-    return ""
+@dataclass(slots=True)
+class _Budget:
+    num_bytes: int
+
+
+def _explained(loaded: Loaded, problem: Problem, budget: _Budget) -> Problem:
+    """Returns a finding about wrong values with whose values they are, if they are those of another saved tensor."""
+    key = problem.where.get("tensor", "")
+    if problem.code not in ("SR-LOAD-PARAM", "SR-LOAD-OPT") or "zero" in problem.message:
+        return problem
+    saved = next(pair.saved for pair in loaded.match.pairs if pair.key == key)
+    entry = loaded.state.tensors[saved]
+    for rival, other in loaded.state.tensors.items():
+        alike = (other.shape, other.dtype, other.key.role, other.key.slot)
+        if rival == saved or alike != (entry.shape, entry.dtype, entry.key.role, entry.key.slot):
+            continue
+        budget.num_bytes -= other.num_bytes
+        if budget.num_bytes < 0:
+            return problem
+        if loaded.digest(rival, key) == problem.found:
+            return replace(problem, message=f"{problem.message}: they are those of {rival}")
+    return problem
 
 
 def _check_replicas(loaded: Loaded, key: str, fact: Mapping[str, Any], expected: str | None) -> list[Problem]:

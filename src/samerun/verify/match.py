@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from samerun.core.plain import plain
 from samerun.core.state import LogicalState, Role, TensorEntry, TensorKey
 
 COUNTER_SLOTS = frozenset({"step"})
@@ -120,3 +121,16 @@ def _saved_under(key: TensorKey, aliases: tuple[str, ...], names: _Names) -> lis
         if saved is not None and saved not in found:
             found.append(saved)
     return found
+
+
+def group_settings(state: LogicalState) -> dict[str, dict[str, Any]]:
+    """Returns each parameter's hyperparameters as plain data, under its own name and those that it is tied to."""
+    settings: dict[str, dict[str, Any]] = {}
+    for group in state.groups:
+        values = plain(dict(group.hyperparameters))
+        for name in group.params:
+            settings[name] = values
+            entry = state.tensors.get(str(TensorKey(Role.PARAM, name)))
+            for alias in entry.aliases if entry else ():
+                settings.setdefault(alias, values)
+    return settings

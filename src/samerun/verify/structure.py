@@ -137,7 +137,7 @@ def inspect_checkpoint(
     if planned is not None:
         problems += check_destination(state, planned)
         problems += checkpoint.check_destination(planned.layout) if isinstance(checkpoint, Rigid) else []
-    if any(problem.code in ("SR-FILE-CRC", "SR-FILE-GENERATION") for problem in problems):
+    if any(problem.code in ("SR-FILE-CRC", "SR-PKL-CRC", "SR-FILE-GENERATION") for problem in problems):
         intact = False
     return InspectReport(
         path=str(checkpoint.path),

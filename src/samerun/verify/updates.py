@@ -33,7 +33,7 @@ class WindowPlan:
     `bands` are the sealed ones. `rate_factor` multiplies the control's learning rates (a declared policy); None leaves
     them out, `rate_bound` allows a relative difference. `samples` says whether each update must consume the control's
     samples (`exact`), only the same order in other portions because the batch changes on purpose (`portions`), or
-    whatever it likes (`free`).
+    whatever it likes (`free`). `window_updates` is how many updates the control has from the first one on.
     `boundaries` are (what, every) pairs the window must cross. `trainable` tells for each parameter whether it trains;
     None when the job did not say.
     """
@@ -43,6 +43,7 @@ class WindowPlan:
     num_updates: int
     bands: tuple[Band, ...]
     global_batch: int
+    window_updates: int = 0
     rate_factor: float | None = 1.0
     rate_bound: float = 0.0
     samples: Literal["exact", "portions", "free"] = "exact"
@@ -53,8 +54,13 @@ class WindowPlan:
 
     @property
     def indices(self) -> range:
-        """The update indices of the window."""
+        """The updates that are compared."""
         return range(self.first_update, self.first_update + self.num_updates)
+
+    @property
+    def window(self) -> range:
+        """The updates that the control has, of which those compared may be only the first."""
+        return range(self.first_update, self.first_update + max(self.num_updates, self.window_updates))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +85,7 @@ def compare_window(control: Observed, candidate: Observed, plan: WindowPlan) -> 
     """Compares the candidate's window with the control's, under the sealed plan."""
     wanted, found = control.by_update(), candidate.by_update()
     pairs = [(wanted[index], found[index]) for index in plan.indices if index in wanted and index in found]
-    audit = _audit(pairs, plan)
+    audit = _audit(control, candidate, plan)
     comparable = _comparable(pairs, audit, plan)
     worst: dict[str, dict[str, Any]] = {}
     problems = [
@@ -165,11 +171,13 @@ def _check_recorded(pairs: Sequence[tuple[ObservedUpdate, ObservedUpdate]], plan
             return
 
 
-def _audit(pairs: Sequence[tuple[ObservedUpdate, ObservedUpdate]], plan: WindowPlan) -> Audit | None:
-    controls, candidates = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    if not pairs or any(item.ids is None for pair in pairs for item in pair):
+def _audit(control: Observed, candidate: Observed, plan: WindowPlan) -> Audit | None:
+    """Audits against the control's whole window, so that samples which came too early are known as such."""
+    controls = [item for item in control.updates if item.update in plan.window]
+    candidates = [item for item in candidate.updates if item.update in plan.window]
+    if plan.samples == "free" or not controls or not candidates:
         return None
-    if plan.samples == "free":
+    if any(item.ids is None for item in (*controls, *candidates)):
         return None
     if plan.samples == "exact":
         return audit_window(window_ids(controls), window_ids(candidates))

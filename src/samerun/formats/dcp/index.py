@@ -12,7 +12,7 @@ import io
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,15 @@ from samerun.formats.torchfile.scan import scan_pickle
 from samerun.formats.torchfile.unpickle import DECODING_ERRORS, Locked, RestrictedUnpickler, broken_pickle
 
 Ints = npt.NDArray[np.int64]
-MAX_DIMENSIONS = 64
 NOWHERE = -1
+
+# What no real checkpoint exceeds. A pickle can refer to one long value from many places in a few bytes each; these keep
+# the work proportional to the length of the file.
+MAX_DIMENSIONS = 64
+MAX_NAME = 1_000
+MAX_COMPONENTS = 100
+MAX_TRANSFORMS = 16
+_FEWEST_BYTES_PER_CHUNK = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,6 +123,12 @@ class _Key(_Record):
     index = None
 
 
+class _Place(_Record):
+    """`_StorageInfo`: releases before 2.6 have no transforms."""
+
+    transform_descriptors = None
+
+
 class _DTypeName(str):
     __slots__ = ()
 
@@ -128,7 +141,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     (_METADATA, "TensorProperties"): _Properties,
     (_METADATA, "MetadataIndex"): _Key,
     **{(_METADATA, name): _Record for name in ("ChunkStorageMetadata", "StorageMeta")},
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Place,
     ("torch", "Size"): tuple,
     **{
         ("torch", name): _DTypeName(name)
@@ -154,7 +167,7 @@ def read_index(data: bytes | mmap.mmap, file: Path) -> Index:
         stream = io.BufferedReader(io.BytesIO(data[:end]), 1 << 20)  # pyright: ignore[reportArgumentType]
         found = RestrictedUnpickler(stream, _KNOWN).load()
         del stream
-        return _index(found, file)
+        return _index(found, file, end // _FEWEST_BYTES_PER_CHUNK)
     except DECODING_ERRORS as error:
         raise broken_pickle(str(file), error) from None
     finally:
@@ -162,15 +175,15 @@ def read_index(data: bytes | mmap.mmap, file: Path) -> Index:
             gc.enable()
 
 
-def _index(found: Any, file: Path) -> Index:
+def _index(found: Any, file: Path, max_chunks: int) -> Index:
     if not isinstance(found, _Metadata):
         raise _malformed(file, "it does not hold DCP metadata")
     fields = vars(found)
     entries, storage, paths = fields.get("state_dict_metadata"), fields.get("storage_data"), fields.get("planner_data")
     if type(entries) is not dict or type(storage) is not dict:
         raise _malformed(file, "its tables of tensors or of places are missing")
-    if not all(type(name) is str for name in entries):
-        raise _malformed(file, "a name in it is not text")
+    if not all(type(name) is str and _is_name(name) for name in entries):
+        raise _malformed(file, "a name in it is not text, or longer than any")
     problems: list[Problem] = []
     tensors = [(name, entry) for name, entry in entries.items() if type(entry) is _Tensor]
     blobs = [name for name, entry in entries.items() if type(entry) is _Bytes]
@@ -179,12 +192,14 @@ def _index(found: Any, file: Path) -> Index:
         for name, entry in entries.items()
         if type(entry) not in (_Tensor, _Bytes)
     )
+    if sum(len(vars(entry)["chunks"]) for _, entry in tensors) > max_chunks:
+        raise _malformed(file, "it lists more chunks than its length can hold")
     files, rows = _storage_columns(storage, file)
-    placer = _Placer(storage, [name for name, _ in tensors])
+    placer = _Placer(storage, [name for name, _ in tensors], file)
     stored: list[StoredTensor] = []
     path_of = _paths(paths)
     for number, (name, entry) in enumerate(tensors):
-        made = _tensor(name, entry, path_of(name), placer.rows_of(number), placer, file)
+        made = _tensor(name, entry, path_of(name), number, placer, file)
         (stored if isinstance(made, StoredTensor) else problems).append(made)  # pyright: ignore[reportArgumentType]
     objects = [StoredObject(name, path_of(name), placer.object_rows(name)) for name in blobs]
     return Index(
@@ -220,6 +235,10 @@ def _unreadable(file: Path, name: str, message: str) -> Problem:
     )
 
 
+def _is_name(name: str) -> bool:
+    return len(name) <= MAX_NAME and name.count(".") <= MAX_COMPONENTS
+
+
 def _text(value: Any, name: str) -> str | None:
     found = vars(value).get(name) if isinstance(value, _Record) else None
     return found if isinstance(found, str) else None
@@ -231,9 +250,10 @@ def _paths(paths: Any) -> Callable[[str], tuple[str | int, ...]]:
 
     def path_of(name: str) -> tuple[str | int, ...]:
         path = known.get(name)
-        if type(path) is tuple and path and all(type(part) in (str, int) for part in path):
-            return path
-        return (name,)
+        if type(path) is not tuple or not 0 < len(path) <= MAX_COMPONENTS:
+            return (name,)
+        plain = all(type(part) in (str, int) for part in path)
+        return path if plain and sum(len(part) for part in path if type(part) is str) <= MAX_NAME else (name,)
 
     return path_of
 
@@ -242,21 +262,29 @@ def _storage_columns(storage: dict[Any, Any], file: Path) -> tuple[tuple[str, ..
     """Returns the relative file names and, for every row of the storage table, where the item lies."""
     values = list(storage.values())
     names = list(map(attrgetter("relative_path"), values))
-    order = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    if not all(type(name) is str for name in order):
+    if not _all_of(names, str):
         raise _malformed(file, "a file name in it is not text")
+    order = {name: number for number, name in enumerate(dict.fromkeys(names))}
     numbers = np.fromiter(map(order.__getitem__, names), np.int64, len(names))
     offsets = _integers(list(map(attrgetter("offset"), values)))
     lengths = _integers(list(map(attrgetter("length"), values)))
     return tuple(order), Places(numbers, offsets, lengths)
 
 
+def _all_of(values: list[Any], kind: type) -> bool:
+    """Whether all values are exactly of one type. Asked before values are hashed: text cannot be made to collide."""
+    return set(map(type, values)) <= {kind}
+
+
 def _transforms(storage: dict[Any, Any]) -> dict[int, tuple[str, ...]]:
+    every = list(map(attrgetter("transform_descriptors"), storage.values()))
+    if every.count(None) == len(every):
+        return {}
     found: dict[int, tuple[str, ...]] = {}
-    for row, value in enumerate(storage.values()):
-        names = value.__dict__.get("transform_descriptors")
+    for row, names in enumerate(every):
         if names:
-            found[row] = tuple(str(name) for name in names) if type(names) in (list, tuple) else (str(names),)
+            listed: list[Any] = list(names[:MAX_TRANSFORMS]) if type(names) in (list, tuple) else [names]
+            found[row] = tuple(str(name)[:80] for name in listed)
     return found
 
 
@@ -265,66 +293,55 @@ def _integers(values: list[Any]) -> Ints:
     array = np.array(values) if values else np.empty(0, np.int64)
     if array.dtype.kind != "i" or array.ndim != 1:
         raise ValueError("a size or offset is not an integer of 64 bits")
-    return array.astype(np.int64)
+    return array.astype(np.int64, copy=False)
 
 
 class _Placer:
     """Finds the storage row of every chunk: by the position that the row claims, checked, else by its offsets."""
 
-    def __init__(self, storage: dict[Any, Any], tensor_names: list[str]) -> None:
+    def __init__(self, storage: dict[Any, Any], tensor_names: list[str], file: Path) -> None:
         keys = list(storage)
         self._offsets = list(map(attrgetter("offset"), keys))
         names = list(map(attrgetter("fqn"), keys))
-        self._rows_by_name: dict[str, list[int]] = {}
+        if not _all_of(names, str):
+            raise _malformed(file, "a name in its table of places is not text")
         number = {name: i for i, name in enumerate(tensor_names)}
-        owners = np.fromiter((number.get(name, -1) for name in names), np.int64, len(names))
-        order = np.argsort(owners, kind="stable")
-        bounds = np.searchsorted(owners[order], np.arange(len(tensor_names) + 1))
-        self._order, self._bounds = order, bounds
-        for row in order[: int(bounds[0])].tolist():
+        owners = np.fromiter(map(number.get, names, repeat(-1)), np.int64, len(names))
+        hints = [-1 if hint is None else hint for hint in map(attrgetter("index"), keys)]
+        self._hints = _integers(hints) if _all_of(hints, int) else np.full(len(keys), -1, np.int64)
+        order = np.lexsort((self._hints, owners))
+        self._order, self._bounds = order, np.searchsorted(owners[order], np.arange(len(tensor_names) + 1))
+        self._rows_by_name: dict[str, list[int]] = {}
+        for row in np.sort(order[: int(self._bounds[0])]).tolist():
             self._rows_by_name.setdefault(names[row], []).append(row)
-        self._hints = np.fromiter(
-            (hint if type(hint) is int and hint >= 0 else -1 for hint in map(_hint, keys)), np.int64, len(keys)
-        )
-
-    def rows_of(self, tensor: int) -> Ints:
-        """Returns the storage rows that name a tensor, in storage order."""
-        return self._order[self._bounds[tensor] : self._bounds[tensor + 1]]
 
     def object_rows(self, name: str) -> tuple[int, ...]:
         """Returns the storage rows that name an object."""
         return tuple(self._rows_by_name.get(name, ()))
 
-    def align(self, rows: Ints, offsets: list[tuple[int, ...]]) -> Ints:
-        """Returns the row of each chunk, NOWHERE for a chunk that no row places."""
+    def align(self, tensor: int, offsets: list[tuple[int, ...]]) -> Ints:
+        """Returns the row of each chunk of a tensor, NOWHERE for a chunk that no row places."""
+        rows = self._order[self._bounds[tensor] : self._bounds[tensor + 1]]  # in the order of their hints
+        if len(rows) == len(offsets) and np.array_equal(self._hints[rows], np.arange(len(rows))):
+            placed = list(map(self._offsets.__getitem__, rows.tolist()))
+            if placed == offsets:
+                return rows
+        return self._align_by_offset(np.sort(rows).tolist(), offsets)
+
+    def _align_by_offset(self, rows: list[int], offsets: list[tuple[int, ...]]) -> Ints:
         aligned = np.full(len(offsets), NOWHERE, np.int64)
-        left: list[int] = []
-        for row in rows.tolist():
-            hint = int(self._hints[row])
-            if 0 <= hint < len(offsets) and aligned[hint] == NOWHERE and offsets[hint] == self._offsets[row]:
-                aligned[hint] = row
-            else:
-                left.append(row)
-        if left:
-            self._align_by_offset(left, offsets, aligned)
-        return aligned
-
-    def _align_by_offset(self, rows: list[int], offsets: list[tuple[int, ...]], aligned: Ints) -> None:
-        free: dict[tuple[int, ...], list[int]] = {}
-        for chunk in np.flatnonzero(aligned == NOWHERE).tolist():
-            free.setdefault(offsets[chunk], []).append(chunk)
+        free: dict[str, list[int]] = {}
+        for chunk in range(len(offsets) - 1, -1, -1):
+            free.setdefault(repr(offsets[chunk]), []).append(chunk)
         for row in rows:
-            waiting = free.get(self._offsets[row])
+            waiting = free.get(repr(self._offsets[row]))
             if waiting:
-                aligned[waiting.pop(0)] = row
-
-
-def _hint(key: Any) -> Any:
-    return key.__dict__.get("index")
+                aligned[waiting.pop()] = row
+        return aligned
 
 
 def _tensor(
-    name: str, entry: Any, path: tuple[str | int, ...], rows: Ints, placer: _Placer, file: Path
+    name: str, entry: Any, path: tuple[str | int, ...], number: int, placer: _Placer, file: Path
 ) -> StoredTensor | Problem:
     fields = vars(entry)
     shape, chunks = fields.get("size"), fields.get("chunks")
@@ -335,23 +352,22 @@ def _tensor(
         return _unreadable(file, name, f"its element type is {dtype!r}")
     if type(shape) is not tuple or len(shape) > MAX_DIMENSIONS or type(chunks) is not list:
         return _unreadable(file, name, "its shape or its list of chunks is missing")
-    offsets = [chunk.offsets for chunk in chunks]
-    sizes = [chunk.sizes for chunk in chunks]
+    offsets = list(map(attrgetter("offsets"), chunks))
+    sizes = list(map(attrgetter("sizes"), chunks))
     columns = (_boxes(offsets, len(shape)), _boxes(sizes, len(shape)))
     if not all(type(size) is int and 0 <= size < 1 << 62 for size in shape) or columns[0] is None or columns[1] is None:
         return _unreadable(file, name, "its shape or a chunk's box is not made of as many sizes as it has dimensions")
     tiling = Tiling(columns[0], columns[1])
-    return StoredTensor(name, path, shape, parse_dtype(dtype), tiling, placer.align(rows, offsets))
+    return StoredTensor(name, path, shape, parse_dtype(dtype), tiling, placer.align(number, offsets))
 
 
 def _boxes(values: list[Any], ndim: int) -> Ints | None:
-    if not all(type(value) is tuple and len(value) == ndim for value in values):
+    if not _all_of(values, tuple) or not set(map(len, values)) <= {ndim}:
         return None
     if ndim == 0:
         return np.zeros((len(values), 0), np.int64)
-    flat = list(chain.from_iterable(values))
     try:
-        return _integers(flat).reshape(len(values), ndim)
+        return _integers(list(chain.from_iterable(values))).reshape(len(values), ndim)
     except (ValueError, OverflowError):
         return None
 

@@ -62,7 +62,10 @@ class Items:
 
     def _arrays(self, value: Any, archive: Archive) -> Any:
         if isinstance(value, TensorRef):
-            return view_extent(self._maps, archive.extent(value)).copy()
+            extent = archive.extent(value)
+            if extent.num_bytes > extent.storage_bytes:
+                raise CorruptCheckpoint(_expanded(archive.file, value))
+            return view_extent(self._maps, extent).copy()
         if isinstance(value, dict):
             return {key: self._arrays(item, archive) for key, item in value.items()}
         return [self._arrays(item, archive) for item in value] if isinstance(value, list) else value
@@ -135,6 +138,15 @@ def _unreadable(file: DataFile, name: str) -> Problem:
         "the file is too short for this item" if there else "the file that holds this is not there",
         where={"file": str(file.path), "tensor": name},
         hint="restore the file from the source",
+    )
+
+
+def _expanded(file: Path, tensor: TensorRef) -> Problem:
+    return Problem(
+        "SR-PKL-HOSTILE",
+        f"a tensor of shape {list(tensor.shape)} repeats the few values of its storage",
+        where={"file": str(file)},
+        hint="it would take far more memory than the file; nothing in a checkpoint needs this",
     )
 
 

@@ -18,6 +18,8 @@ from samerun.formats.dcp.index import merge_indexes, read_index
 from samerun.formats.dcp.items import Items
 from samerun.stores.local import MappedFiles
 
+_MAX_METADATA_BYTES = 16 << 30  # about 200 bytes per chunk: 80 million chunks
+
 
 def metadata_files(root: Path) -> tuple[Path, ...]:
     """Returns the metadata of a DCP directory: `.metadata`, or every rank's own; empty if it is none."""
@@ -36,8 +38,23 @@ def open_dcp(path: Path) -> DcpCheckpoint:
     """
     maps = MappedFiles()
     metadata = metadata_files(path)
+    for file in metadata:
+        _check_size(file)
     index = merge_indexes([(file, read_index(maps.map(file), file)) for file in metadata])
     return DcpCheckpoint(path, assemble_state(path, index, metadata, maps), maps)
+
+
+def _check_size(file: Path) -> None:
+    size = os.stat(file).st_size
+    if size > _MAX_METADATA_BYTES:
+        raise CorruptCheckpoint(
+            Problem(
+                "SR-PKL-HOSTILE",
+                f"the metadata is {size} bytes long, more than any checkpoint needs",
+                where={"file": str(file)},
+                hint="restore it from the source",
+            )
+        )
 
 
 class DcpCheckpoint:

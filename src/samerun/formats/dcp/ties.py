@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -47,10 +48,12 @@ def find_ties(
 def _match(
     owners: list[str], aliases: list[str], stored: Mapping[str, StoredTensor], items: Items
 ) -> dict[str, tuple[str, ...]]:
-    prints = {fingerprint(stored[key], items): key for key in reversed(owners)}
-    prints.pop(None, None)
     found: dict[str, list[str]] = {}
-    for alias in aliases:
+    first = {glimpse(stored[alias], items) for alias in aliases} - {None}
+    likely = [owner for owner in owners if glimpse(stored[owner], items) in first]
+    prints = {fingerprint(stored[owner], items): owner for owner in reversed(likely)}
+    prints.pop(None, None)
+    for alias in aliases if prints else ():
         owner = prints.get(fingerprint(stored[alias], items))
         if owner is not None and _varies(stored[alias], items):
             found.setdefault(owner, []).append(alias)
@@ -58,10 +61,14 @@ def _match(
 
 
 def _match_any(keys: list[str], stored: Mapping[str, StoredTensor], items: Items) -> dict[str, tuple[str, ...]]:
-    """Without an optimizer, the first of two equal matrices owns the other, unless most matrices come in pairs."""
+    """Without an optimizer, the first of two equal matrices owns the other, unless several matrices come in pairs."""
+    glimpses = Counter(glimpse(stored[key], items) for key in keys)
     first: dict[object, str] = {}
     found: dict[str, list[str]] = {}
     for key in keys:
+        seen = glimpse(stored[key], items)
+        if seen is None or glimpses[seen] < 2:
+            continue
         print_ = fingerprint(stored[key], items)
         owner = first.setdefault(print_, key) if print_ is not None else key
         if owner != key and _varies(stored[key], items):
@@ -69,20 +76,30 @@ def _match_any(keys: list[str], stored: Mapping[str, StoredTensor], items: Items
     return {owner: tuple(names) for owner, names in found.items() if len(found) == 1}
 
 
+def glimpse(tensor: StoredTensor, items: Items) -> tuple[object, ...] | None:
+    """Returns what `fingerprint` begins with, the first piece that has values, at the cost of reading one header."""
+    return next(_prints(tensor, items), None)
+
+
 def fingerprint(tensor: StoredTensor, items: Items) -> tuple[object, ...] | None:
     """Returns a tensor's pieces with their recorded checksums, in order of place; None if any is not recorded."""
-    parts: list[object] = []
+    parts = tuple(_prints(tensor, items))
+    return parts if parts and None not in parts else None
+
+
+def _prints(tensor: StoredTensor, items: Items) -> Iterator[tuple[object, ...] | None]:
     for i in np.lexsort(tensor.tiling.offsets.T[::-1]).tolist() if tensor.shape else range(len(tensor.rows)):
         if not bool((tensor.tiling.sizes[i] > 0).all()):
             continue
         try:
             extent = items.extent(tensor, i)
         except FormatError:
-            return None
+            yield None
+            return
         if extent.crc32 is None or not extent.contiguous or extent.storage_bytes != extent.num_bytes:
-            return None
-        parts.append((tuple(tensor.tiling.offsets[i].tolist()), extent.shape, extent.crc32))
-    return tuple(parts) or None
+            yield None
+            return
+        yield (tuple(tensor.tiling.offsets[i].tolist()), extent.shape, extent.crc32)
 
 
 def _varies(tensor: StoredTensor, items: Items) -> bool:

@@ -213,8 +213,19 @@ def read_value(buffer: mmap.mmap | bytes, archive: Archive, name: str = "") -> D
     record = archive.records["data.pkl"]
     data = read_payload(buffer, record)
     if zlib.crc32(data) != record.crc32:
-        raise CorruptCheckpoint(checksum_problem(archive.file, name or "data.pkl", record.crc32, zlib.crc32(data)))
+        raise CorruptCheckpoint(_description_damaged(archive.file, name or "data.pkl", record.crc32, zlib.crc32(data)))
     return decode_pickle(data, f"{archive.file}{f' ({name})' if name else ''}")
+
+
+def _description_damaged(file: Path, name: str, expected: int, found: int) -> Problem:
+    return Problem(
+        "SR-PKL-CRC",
+        "the pickle that describes this value is not the one that was written: its recorded checksum differs",
+        where={"file": str(file), "tensor": name},
+        expected=f"{expected:08x}",
+        found=f"{found:08x}",
+        hint="torch decodes it without looking; restore the file from the source or use another checkpoint",
+    )
 
 
 def checksum_problem(file: Path, name: str, expected: int, found: int) -> Problem:

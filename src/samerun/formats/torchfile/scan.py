@@ -3,9 +3,9 @@
 Python's own unpickler calls whatever a pickle names; `unpickle` takes care of that by naming only inert things. What is
 left are pickles that exhaust the decoder itself: a seven-byte one asks for a memo of four billion entries, deeply
 nested tuples overflow the C stack when they are hashed, tuples of -1 and -2 all hash alike and make a dictionary
-quadratic. This scan walks the opcodes once, keeping only nesting depths, and refuses those. The same function runs as plain Python
-for small pickles and compiled by numba for large ones, so that a `.metadata` with a million chunks is scanned in a
-fraction of the time that decoding it takes.
+quadratic. This scan walks the opcodes once, keeping only nesting depths, and refuses those. The same function runs as
+plain Python for small pickles and compiled by numba for large ones, so that a `.metadata` with a million chunks is
+scanned in a fraction of the time that decoding it takes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ MAX_WIDE_INTEGERS = 2_000
 MAX_WIDE_BYTES = 4_096
 MAX_COMPOUND_KEYS = 1_000
 MAX_LINE_BYTES = 1_024
+MAX_STACK = 1 << 26
+MAX_MEMO = 1 << 28
+MAX_MARKS = 10_000
 COMPILE_FROM_BYTES = 2 << 20
 
 # How the argument of an opcode is laid out: this many bytes, or one of these.
@@ -105,7 +108,7 @@ _TABLES = tuple(
     bytes(_OPCODES.get(bytes([code]), (_REFUSED, 0, 0, 0, 0))[column] for code in range(256)) for column in range(5)
 )
 
-OK, TRUNCATED, UNKNOWN, UNDERFLOW, MEMO, DEEP, WIDE, COMPOUND, ENDLESS = range(9)
+OK, TRUNCATED, UNKNOWN, UNDERFLOW, MEMO, DEEP, WIDE, COMPOUND, ENDLESS, LARGE = range(10)
 
 _REASONS = {
     TRUNCATED: ("SR-PKL-BROKEN", "the pickle ends in the middle of an instruction"),
@@ -115,6 +118,7 @@ _REASONS = {
     DEEP: ("SR-PKL-HOSTILE", f"values in the pickle are nested more than {MAX_DEPTH} deep"),
     WIDE: ("SR-PKL-HOSTILE", f"the pickle has more than {MAX_WIDE_INTEGERS} very large integers, or one too large"),
     COMPOUND: ("SR-PKL-HOSTILE", f"the pickle has more than {MAX_COMPOUND_KEYS} compound dictionary keys"),
+    LARGE: ("SR-PKL-HOSTILE", "the pickle holds more at once than any checkpoint does"),
     ENDLESS: ("SR-PKL-BROKEN", "the pickle has no end"),
 }
 
@@ -122,12 +126,13 @@ _REASONS = {
 def _scan(data: Any, tables: Any, stack: Any, marks: Any, memo: Any) -> tuple[int, int]:
     """Walks the opcodes of `data`. Returns (status, position): OK and one past STOP, or why and where it stopped.
 
-    `stack` and `memo` hold the nesting depth of each value, `marks` the stack heights of open marks; all have room for
-    one entry per byte of `data`, which the operating system commits only as they are used. One long function, because
-    it is compiled as one.
+    `stack` and `memo` hold the nesting depth of each value, `marks` the stack heights of open marks. They have room for
+    one entry per byte of `data`, or what is allowed at most, and the operating system commits that only as it is used.
+    One long function, because it is compiled as one.
     """
     arguments, takes, leaves, hashes, specials = tables
     size = len(data)
+    highest, most_memo, most_marks = len(stack) - 2, len(memo) - 2, len(marks) - 2
     position = height = num_marks = num_memo = wide = compound = 0
     while position < size:
         code = data[position]
@@ -159,6 +164,8 @@ def _scan(data: Any, tables: Any, stack: Any, marks: Any, memo: Any) -> tuple[in
             position += width
         if position + length > size:
             return TRUNCATED, start
+        if height >= highest or num_memo >= most_memo or num_marks >= most_marks:
+            return LARGE, start
 
         special = specials[code]
         if special == _PLAIN:
@@ -275,8 +282,8 @@ def scan_pickle(data: bytes | mmap.mmap, name: str) -> int:
 
 def scan_interpreted(data: bytes) -> tuple[int, int]:
     """Scans in plain Python: about a quarter of a microsecond per opcode, nothing to import."""
-    size = len(data) + 1
-    return _scan(data, _TABLES, bytearray(size), [0] * (data.count(b"(") + 1), bytearray(size))
+    size = len(data) + 3
+    return _scan(data, _TABLES, bytearray(size), [0] * min(data.count(b"(") + 3, MAX_MARKS), bytearray(size))
 
 
 def scan_compiled(data: bytes | mmap.mmap) -> tuple[int, int]:
@@ -284,8 +291,8 @@ def scan_compiled(data: bytes | mmap.mmap) -> tuple[int, int]:
     import numpy as np
 
     view = np.frombuffer(data, np.uint8)
-    size = len(view) + 1
+    size = len(view) + 3
     tables = tuple(np.frombuffer(table, np.uint8) for table in _TABLES)
-    stack, memo, marks = np.empty(size, np.uint8), np.empty(size, np.uint8), np.empty(size, np.int64)
-    status, position = _compiled()(view, tables, stack, marks, memo)
+    stack, memo = np.empty(min(size, MAX_STACK), np.uint8), np.empty(min(size, MAX_MEMO), np.uint8)
+    status, position = _compiled()(view, tables, stack, np.empty(MAX_MARKS, np.int64), memo)
     return int(status), int(position)

@@ -133,7 +133,8 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 def _new_stub(name: tuple[str, str]) -> type[Stub]:
-    return Locked("Stub", (Stub,), {"qualified_name": ".".join(name)})  # pyright: ignore[reportReturnType]
+    module = "builtins" if name[0] == "__builtin__" else name[0]  # protocols 0 to 2 keep Python 2's name
+    return Locked("Stub", (Stub,), {"qualified_name": f"{module}.{name[1]}"})  # pyright: ignore[reportReturnType]
 
 
 _shared: dict[tuple[str, str], type[Stub]] = {}
@@ -195,30 +196,41 @@ def broken_pickle(name: str, error: BaseException) -> CorruptCheckpoint:
     )
 
 
+# How many values a decoded pickle may amount to when written out in full. A few bytes can refer to one list twice, to
+# that list of two twice, and so on: every later step that visits or prints the values would take for ever.
+MAX_VALUES = 5_000_000
+
+
 class _Converter:
     """Turns stubs into plain data. Shared values are converted once; a value inside itself is refused."""
 
     def __init__(self) -> None:
         self.unknown: set[str] = set()
         self._done: dict[int, Any] = {}
+        self._amounts: dict[int, int] = {}
+        self._amount = 0
         self._open: set[int] = set()
         self._kept: list[Any] = []
 
     def plain(self, value: Any) -> Any:
-        kind = type(value)
-        if value is None or kind in _SCALARS:
+        self._amount += 1
+        if value is None or type(value) in _SCALARS:
             return value
         identity = id(value)
         if identity in self._done:
-            return self._done[identity]
-        if identity in self._open:
+            self._amount += self._amounts[identity]
+        elif identity in self._open:
             raise ValueError("a value contains itself")
-        self._open.add(identity)
-        made = self._convert(value)
-        self._open.discard(identity)
-        self._done[identity] = made
-        self._kept.append(value)
-        return made
+        else:
+            before = self._amount
+            self._open.add(identity)
+            self._done[identity] = self._convert(value)
+            self._open.discard(identity)
+            self._amounts[identity] = self._amount - before
+            self._kept.append(value)
+        if self._amount > MAX_VALUES:
+            raise ValueError(f"its values amount to more than {MAX_VALUES} when written out")
+        return self._done[identity]
 
     def _convert(self, value: Any) -> Any:
         if isinstance(value, dict):
@@ -395,20 +407,19 @@ def _array_type(value: Any) -> Any:
     return kind.newbyteorder(state[1]) if isinstance(state, tuple) and len(state) > 1 and state[1] in "<>" else kind
 
 
-def _array_bytes(value: Any) -> bytes:
+def _array_bytes(converter: _Converter, value: Any) -> bytes:
     """Returns an array's raw data: bytes, a bytearray, or the latin-1 call that protocol 2 writes instead."""
-    if isinstance(value, Stub) and type(value).qualified_name == "_codecs.encode":
-        return vars(value)["args"][0].encode("latin-1")
-    if not isinstance(value, bytes | bytearray):
+    data = converter.plain(value)
+    if not isinstance(data, bytes):
         raise ValueError("an array's data are not bytes")
-    return bytes(value)
+    return data
 
 
 def _array(converter: _Converter, made: dict[str, Any]) -> Any:
     import numpy as np
 
     _, shape, kind, fortran, data = made["state"]
-    array = np.frombuffer(_array_bytes(data), _array_type(kind))
+    array = np.frombuffer(_array_bytes(converter, data), _array_type(kind))
     return array.reshape(_sizes(shape), order="F" if fortran else "C").astype(array.dtype.newbyteorder("="))
 
 
@@ -416,7 +427,7 @@ def _array_from_buffer(converter: _Converter, made: dict[str, Any]) -> Any:
     import numpy as np
 
     data, kind, shape, order = made["args"][:4]
-    array = np.frombuffer(_array_bytes(data), _array_type(kind))
+    array = np.frombuffer(_array_bytes(converter, data), _array_type(kind))
     return array.reshape(_sizes(shape), order="F" if order == "F" else "C").astype(array.dtype.newbyteorder("="))
 
 
@@ -424,7 +435,7 @@ def _array_scalar(converter: _Converter, made: dict[str, Any]) -> Any:
     import numpy as np
 
     kind, data = made["args"][:2]
-    found = np.frombuffer(_array_bytes(data), _array_type(kind))
+    found = np.frombuffer(_array_bytes(converter, data), _array_type(kind))
     if found.size != 1:
         raise ValueError("a NumPy scalar does not hold one value")
     return found[0].item()
@@ -447,8 +458,6 @@ _KNOWN: dict[str, Callable[[_Converter, dict[str, Any]], Any]] = {
     "builtins.complex": _complex,
     "builtins.bytes": _bytes,
     "builtins.bytearray": _bytes,
-    "__builtin__.set": _sequence,
-    "__builtin__.bytearray": _bytes,
     "_codecs.encode": _encoded,
     "pathlib.PosixPath": _path,
     "pathlib.WindowsPath": _path,

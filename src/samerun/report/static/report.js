@@ -35,7 +35,15 @@
 
   const WIDTH = 1000, HEIGHT = 100, MAX_DOTS = 80, MAX_POINTS = 2000, FEW = 24;
   const charts = [];
+  for (const chart of Object.values(data.charts)) for (const { series } of chart.panels) for (const one of series) {
+    one.values ??= series[one.as].values; // the very same numbers are stored once
+  }
   const finite = (value) => typeof value === "number";
+
+  function namesOf({ from, count, tensors: rows, each }) {
+    if (rows) return rows.map((row) => data.tensors.name[row]);
+    return each ?? Array.from({ length: count }, (_, index) => String(from + index));
+  }
 
   class Plot {
     constructor(figure, chart) {
@@ -43,9 +51,7 @@
       this.plot = figure.querySelector(".plot");
       this.canvases = all(".canvas", figure);
       this.readout = figure.querySelector(".readout");
-      this.names = typeof chart.names[0] === "number" && chart.names.length === 2
-        ? Array.from({ length: chart.names[1] }, (_, index) => String(chart.names[0] + index))
-        : chart.names;
+      this.names = namesOf(chart.names);
       this.whole = [0, this.names.length];
       this.range = this.whole;
       this.at = null;
@@ -210,8 +216,12 @@
             const points = series.values.map((value, i) => (finite(value) ? [((i + 0.5) / (to - from)) * WIDTH, axis.place(value)] : null));
             lines[index]?.setAttribute("d", linePath(points));
             dots[index]?.setAttribute("d", to - from <= MAX_DOTS ? points.filter(Boolean).map(([x, y]) => `M${x} ${y}h0`).join("") : "");
-            const bad = series.values.flatMap((value, i) => (typeof value === "string" ? [((i + 0.5) / (to - from)) * WIDTH] : []));
-            dots[index]?.nextElementSibling?.setAttribute("d", bad.slice(0, MAX_DOTS).map((x) => `M${x} 0h0`).join(""));
+            const most = series.style === "deviation" ? kept("limit")[0]?.values : undefined;
+            const marked = series.values.flatMap((value, i) => {
+              const out = typeof value === "string" || (finite(value) && finite(most?.[i]) && value > most[i]);
+              return out ? [`M${((i + 0.5) / (to - from)) * WIDTH} ${finite(value) ? axis.place(value) : 0}h0`] : [];
+            });
+            dots[index]?.nextElementSibling?.setAttribute("d", marked.slice(0, MAX_DOTS).join(""));
           });
         }
         const limit = kept("limit")[0];
@@ -236,8 +246,9 @@
     let low, high;
     if (scale === "log") {
       const positive = values.filter((value) => value > 0);
-      low = 10 ** (Math.floor(Math.log10(positive.reduce((a, b) => Math.min(a, b), Infinity))) - 1);
-      high = 10 ** Math.ceil(Math.log10(positive.reduce((a, b) => Math.max(a, b), 0)) + 0.1);
+      const top = Math.ceil(Math.log10(positive.reduce((a, b) => Math.max(a, b), 0)) + 0.1);
+      high = 10 ** top;
+      low = 10 ** (Math.max(Math.floor(Math.log10(positive.reduce((a, b) => Math.min(a, b), Infinity))), top - 16) - 1);
       if (!positive.length) [low, high] = [1e-9, 1e-6];
     } else {
       low = values.reduce((a, b) => Math.min(a, b), Infinity);
@@ -255,7 +266,7 @@
     if (axis.scale === "log") {
       const low = Math.round(Math.log10(axis.low)) + 1, high = Math.round(Math.log10(axis.high));
       ticks.push({ at: HEIGHT, label: "0" });
-      for (let power = low; power <= high; power += Math.max(1, Math.ceil((high - low) / 4))) ticks.push({ at: axis.place(10 ** power), label: `1e${power}` });
+      for (let power = low; power <= high; power += Math.max(1, Math.ceil((high - low) / 4))) ticks.push({ at: axis.place(10 ** power), label: power ? `1e${power}` : "1" });
       return ticks;
     }
     const rough = (axis.high - axis.low) / 4, power = 10 ** Math.floor(Math.log10(rough));
@@ -280,12 +291,10 @@
         kept.push(...(least === most ? [least] : [least, most].sort((a, b) => a[0] - b[0])));
       }
     }
-    let up = true;
-    return kept.map((point) => {
-      if (!point) { up = true; return ""; }
-      const piece = `${up ? "M" : "L"}${point[0].toFixed(2)} ${point[1]}`;
-      up = false;
-      return piece;
+    return kept.map((point, place) => {
+      if (!point) return "";
+      const alone = !kept[place - 1], last = !kept[place + 1];
+      return `${alone ? "M" : "L"}${point[0].toFixed(2)} ${point[1]}${alone && last ? "h0" : ""}`;
     }).join("");
   }
 

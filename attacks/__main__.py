@@ -1,0 +1,8 @@
+"""Prints the table of attacks."""
+
+import attacks.archives
+import attacks.directories
+import attacks.pickles  # noqa: F401
+from attacks.catalogue import markdown
+
+print(markdown(), end="")

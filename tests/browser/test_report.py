@@ -1,0 +1,224 @@
+"""The report in a real browser: no errors, no requests, keyboard, zoom, both widths, both themes, paper."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from samerun.report.html import render_html
+from samerun.report.model import read_run
+from support.runs import enlarge, unpack_run
+
+pytestmark = pytest.mark.browser
+
+SCRIPTS = {path.stem: path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("*.js")}
+WIDTHS = (1280, 390)
+THEMES = ("light", "dark")
+
+
+@dataclass
+class View:
+    """A page, opened from disk, with everything that it complained about or asked for."""
+
+    page: Any
+    complaints: list[str]
+    requests: list[str]
+
+
+Open = Callable[..., View]
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    top = tmp_path_factory.mktemp("pages")
+    written: dict[str, Path] = {}
+    for name in ("promote", "reject"):
+        root = unpack_run(name, top)
+        model = read_run(root)
+        written[name] = root / "report.html"
+        written[name].write_text(render_html(model), encoding="utf-8")
+        if name == "promote":
+            large = enlarge(model, num_updates=5000, num_tensors=10_000)
+            written["large"] = root / "large.html"
+            written["large"].write_text(render_html(large), encoding="utf-8")
+    return written
+
+
+@pytest.fixture
+def open_page(browser: Any, pages: dict[str, Path]) -> Iterator[Open]:
+    with ExitStack() as stack:
+
+        def open_one(name: str, width: int = 1280, theme: str = "light", **options: Any) -> View:
+            context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme, **options)
+            stack.callback(context.close)
+            page = context.new_page()
+            view = View(page, [], [])
+            page.on("console", lambda message: view.complaints.append(message.text))
+            page.on("pageerror", lambda error: view.complaints.append(str(error)))
+            page.on("request", lambda request: view.requests.append(request.url))
+            page.goto(pages[name].as_uri())
+            return view
+
+        yield open_one
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["promote", "reject"])
+def test_it_opens_without_errors_requests_or_overflow(open_page: Open, name: str, width: int, theme: str) -> None:
+    view = open_page(name, width, theme)
+    assert view.complaints == []
+    assert [url for url in view.requests if not url.startswith(("file:", "data:"))] == []
+    assert len([url for url in view.requests if url.startswith("file:")]) == 1
+    assert view.page.evaluate("document.documentElement.scrollWidth") <= width
+    dark = view.page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)[0] < 100")
+    assert dark == (theme == "dark")
+    assert view.page.locator(".verdict .word").inner_text() == name.upper()
+    for chart in view.page.locator(".chart .canvas").all():
+        box = chart.bounding_box()
+        assert box["width"] > 150
+        assert box["height"] > 60
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_text_has_enough_contrast(open_page: Open, theme: str) -> None:
+    low = open_page("reject", theme=theme).page.evaluate(SCRIPTS["contrast"])
+    assert low == []
+
+
+def test_values_show_under_the_pointer_in_every_chart_of_updates(open_page: Open) -> None:
+    page = open_page("promote").page
+    plot = page.locator("#chart-loss .canvas").first
+    plot.hover(position={"x": 5, "y": 20})
+    expect(page.locator("#chart-loss .readout")).to_contain_text("update 13")
+    for chart in ("loss", "grad_norm", "update_norm", "lr"):
+        text = page.locator(f"#chart-{chart} .readout").inner_text()
+        assert text.startswith("update 13")
+        assert "candidate" in text
+        assert page.locator(f"#chart-{chart} .hair").first.is_visible()
+    assert "allowed" in page.locator("#chart-loss .readout").inner_text()
+    assert page.locator("#chart-evaluation .readout").inner_text() == ""
+
+
+def test_charts_work_from_the_keyboard(open_page: Open) -> None:
+    page = open_page("promote").page
+    plot = page.locator("#chart-loss .plot")
+    plot.focus()
+    for key, update in (("ArrowRight", 13), ("ArrowRight", 14), ("End", 32), ("ArrowLeft", 31), ("Home", 13)):
+        page.keyboard.press(key)
+        expect(plot).to_have_attribute("aria-valuetext", re.compile(f"^update {update} "))
+    assert plot.get_attribute("role") == "slider"
+    page.keyboard.press("Escape")
+    expect(page.locator("#chart-loss .readout")).to_have_text("")
+
+
+def test_everything_can_be_reached_with_the_tab_key(open_page: Open) -> None:
+    page = open_page("promote").page
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    reached = set()
+    for _ in range(400):
+        page.keyboard.press("Tab")
+        found = page.evaluate("(({ id, classList, tagName }) => id || classList[0] || tagName)(document.activeElement)")
+        if found == "BODY":
+            break
+        reached.add(found)
+    assert {"shape", "tensor-find", "tensor-odd", "plot", "tensor-more"} <= reached
+
+
+def test_numbers_are_listed_on_demand(open_page: Open) -> None:
+    page = open_page("promote").page
+    figure = page.locator("#chart-grad_norm")
+    figure.locator("summary").click()
+    assert figure.locator("tbody tr").count() == 20
+    assert figure.locator("thead th").all_inner_texts()[:3] == ["update", "control", "candidate"]
+
+
+def test_zoom_by_buttons_keys_and_dragging(open_page: Open) -> None:
+    page = open_page("large").page
+    figure = page.locator("#chart-loss")
+    labels = figure.locator(".xaxis span")
+    assert labels.first.inner_text() == "13"
+    assert labels.last.inner_text() == "5012"
+    figure.get_by_role("button", name="zoom in").click()
+    span = int(labels.last.inner_text()) - int(labels.first.inner_text())
+    assert span < 2500
+    other = page.locator("#chart-grad_norm .xaxis span")
+    assert other.first.inner_text() == labels.first.inner_text()
+    figure.locator(".plot").focus()
+    page.keyboard.press("0")
+    assert labels.first.inner_text() == "13"
+    figure.scroll_into_view_if_needed()
+    box = figure.locator(".canvas").first.bounding_box()
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 20, steps=4)
+    page.mouse.up()
+    first, last = int(labels.first.inner_text()), int(labels.last.inner_text())
+    assert 2400 < first < 2600
+    assert 2800 < last < 3100
+    assert "NaN" not in figure.inner_html()
+
+
+def test_a_tensor_is_chosen_and_found(open_page: Open) -> None:
+    page = open_page("promote").page
+    assert page.locator("[data-owner]:visible").count() == 1
+    page.locator("#shape").select_option(index=1)
+    assert page.locator("[data-owner]:visible").get_attribute("data-owner") == "1"
+    page.locator("#tensor-find").fill("EMBED")
+    expect(page.locator("#tensor-table tbody tr")).to_have_count(1)
+    assert page.locator("#tensor-table tbody th").inner_text() == "embedding.weight"
+    page.locator("#tensor-find").fill("")
+    page.locator("#tensor-odd").check()
+    expect(page.locator("#tensor-table tbody tr")).to_have_count(0)
+
+
+def test_samples_show_who_consumed_them(open_page: Open) -> None:
+    page = open_page("reject").page
+    strip = page.locator("[data-strip] svg").first
+    strip.focus()
+    page.keyboard.press("ArrowRight")
+    text = page.locator("#strip-readout").inner_text()
+    assert text.startswith("sample ")
+    assert "update 13, place 1 of 32" in text
+    assert "in the control on replica" in text
+
+
+def test_ten_thousand_tensors_and_five_thousand_updates_stay_fluid(open_page: Open) -> None:
+    view = open_page("large")
+    page = view.page
+    ready = page.evaluate("performance.getEntriesByType('navigation')[0].domComplete")
+    assert ready < 8000  # milliseconds, on a loaded two-core machine
+    assert page.evaluate("document.querySelectorAll('*').length") < 12_000
+    assert page.evaluate(SCRIPTS["frames"]) < 500
+    page.locator("#tensor-table thead button").last.click()
+    assert page.locator("#tensor-table tbody tr").count() == 10
+    page.locator("#tensor-more").click()
+    assert page.locator("#tensor-table tbody tr").count() == 210
+    assert view.complaints == []
+
+
+def test_without_its_script_the_page_still_tells(open_page: Open) -> None:
+    page = open_page("promote", java_script_enabled=False).page
+    assert page.locator(".verdict .word").inner_text() == "PROMOTE"
+    assert page.locator("#chart-loss svg").count() == 2
+    assert page.locator("[data-owner]:visible").count() == 1
+    assert page.locator("#shape").is_hidden()
+    assert page.locator(".zoom").first.is_hidden()
+    assert "needs the page's script" in page.locator("#state").inner_text()
+
+
+def test_it_prints(open_page: Open) -> None:
+    page = open_page("promote", theme="dark").page
+    page.emulate_media(media="print")
+    assert page.locator("nav.contents").is_hidden()
+    assert page.evaluate("getComputedStyle(document.body).color") == "rgb(28, 33, 39)"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+    assert page.pdf()[:5] == b"%PDF-"

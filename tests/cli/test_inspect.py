@@ -1,0 +1,135 @@
+"""`samerun inspect` as a user and a script see it: documents, exit codes, speed, no framework imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.dcp import job_state, save, split_tensor
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save(job_state(), tmp_path_factory.mktemp("saved") / "step-3")
+    split_tensor(folder, "model.0.weight", 3)
+    return folder
+
+
+def run(*arguments: str | Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    start = [sys.executable, "-c", code] if code else [sys.executable, "-m", "samerun"]
+    return subprocess.run([*start, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+
+
+def document(*arguments: str | Path) -> dict[str, Any]:
+    return json.loads(run("inspect", "--json", *arguments).stdout)
+
+
+def test_document_is_the_published_one(saved: Path):
+    found = document(saved)
+    assert found["schema"] == "samerun/inspect/1"
+    assert found["path"] == str(saved)
+    assert found["format"] == "dcp"
+    assert found["topology"]["world_size"] == 1
+    assert found["topology"]["layout"] is None  # one tensor in three parts by one rank: no layout does that
+    assert "names of data files" in found["topology"]["inferred"]
+    assert found["complete"] is True
+    assert found["intact"] is None
+    assert found["resumable"]["verdict"] == "yes"
+    assert {"params", "optimizer", "groups", "scheduler", "rng", "data", "progress"} <= set(found["resumable"]["have"])
+    assert found["resumable"]["lack"] == []
+    assert found["counts"]["tensors"] == len(found["tensors"]) == 24
+    assert found["counts"]["files"] == 5
+    assert found["progress"] == {"update": 3, "samples": 24, "tokens": 240, "epoch": 0}
+    weight = next(row for row in found["tensors"] if row["key"] == "param:0.weight")
+    assert (weight["shape"], weight["dtype"], weight["pieces"], weight["digest"]) == ([9, 6], "float32", 3, None)
+    assert {frozenset(group["params"]) for group in found["groups"]} == {
+        frozenset({"0.weight", "2.weight"}),
+        frozenset({"0.bias", "1.weight", "1.bias", "2.bias"}),
+    }
+    assert found["groups"][0]["hyperparameters"]["weight_decay"] == 0.1
+    assert found["problems"] == []
+
+
+def test_deep_gives_digests_that_equal_the_digest_verb(saved: Path):
+    digests = {row["key"]: row["digest"] for row in document(saved, "--deep")["tensors"]}
+    assert digests == json.loads(run("digest", saved, "--json").stdout)["tensors"]
+
+
+def test_text_says_what_matters(saved: Path):
+    done = run("inspect", saved, "--to", "dp=4")
+    assert done.returncode == 0
+    for words in (
+        "step-3",
+        "1 rank",
+        "update 3, 24 samples, 240 tokens",
+        "complete   yes",
+        "resumable  yes",
+        "dp_shard=4",
+    ):
+        assert words in done.stdout
+    assert "optim.exp_avg" in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()[:9]) < 160
+
+
+def test_exit_codes(saved: Path, tmp_path: Path):
+    assert run("inspect", saved).returncode == 0
+    warned = Path(shutil.copytree(saved, tmp_path / "step-4"))
+    assert run("inspect", warned).returncode == 0
+    damaged = Path(shutil.copytree(saved, tmp_path / "damaged"))
+    (damaged / "__0_8.distcp").unlink()
+    done = run("inspect", damaged)
+    assert done.returncode == 1
+    assert "SR-FILE-MISSING" in done.stdout
+    assert document(damaged)["complete"] is False
+    for path in (tmp_path / "absent", tmp_path):
+        done = run("inspect", path)
+        assert done.returncode == 2
+        assert "SR-PATH-" in done.stderr
+        assert not done.stdout
+    for arguments in (("--to", "dp_shards=3"), ("--to", "dp=0"), ("--format", "tar")):
+        done = run("inspect", saved, *arguments)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+
+
+def test_many_findings_of_a_kind_are_condensed_in_text_only(saved: Path, tmp_path: Path):
+    damaged = Path(shutil.copytree(saved, tmp_path / "step-3"))
+    data = bytearray((damaged / "__0_0.distcp").read_bytes())
+    for at in range(0, len(data), 1500):
+        data[at : at + 40] = bytes(40)
+    (damaged / "__0_0.distcp").write_bytes(data)
+    listed = document(damaged)["problems"]
+    assert sum(problem["code"] == "SR-PKL-ZIP" for problem in listed) > 5
+    text = run("inspect", damaged).stdout
+    assert "more of these" in text
+    assert text.count("SR-PKL-ZIP") == 4
+
+
+def test_no_framework_is_imported(saved: Path):
+    probe = (
+        "import sys; from samerun.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: print('exit', end.code)\n"
+        "print([name for name in ('torch', 'numba', 'pydantic') if name in sys.modules])"
+    )
+    done = run("inspect", saved, code=probe)
+    assert done.stdout.splitlines()[-2:] == ["exit 0", "[]"]
+    assert done.stderr == ""
+
+
+def test_a_small_checkpoint_takes_less_than_half_a_second_of_work(saved: Path):
+    used: list[float] = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert run("inspect", saved).returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(used) < 0.5 * float(os.environ.get("SAMERUN_SLOWNESS", "1.5"))

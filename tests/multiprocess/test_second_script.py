@@ -1,0 +1,74 @@
+"""A training script that shares nothing with the first (DDP, SGD, another model, other flags) is moved 2 -> 3."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from samerun.demo.answers import fill_in
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "ddp" / "train.py"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+
+
+def shell(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+
+
+def samerun(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return shell(sys.executable, "-m", "samerun", *words, cwd=cwd)
+
+
+def test_an_unrelated_ddp_script_is_moved_from_two_ranks_to_three(tmp_path: Path) -> None:
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+    trained = shell(*launch, "2", str(SCRIPT), "--steps", "10", "--out", "saved", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr[-3000:]
+    inspected = samerun("inspect", "saved/10", "--json", cwd=tmp_path)
+    assert inspected.returncode == 0, inspected.stdout
+    report = json.loads(inspected.stdout)
+    assert report["complete"] is True
+    assert report["progress"]["update"] == 10
+    drafted = samerun(
+        "draft", "saved/10", "--from", "dp_replicate=2", "--to", "dp_replicate=3", "-o", "move.yaml", cwd=tmp_path
+    )
+    assert drafted.returncode == 0, drafted.stderr
+    undecided = samerun("plan", "move.yaml", cwd=tmp_path)
+    assert undecided.returncode == 1
+    assert "SR-PLAN-ASK" in undecided.stdout + undecided.stderr
+    command = "{python} -m torch.distributed.run --standalone --nproc-per-node {world_size} "
+    command += f"{SCRIPT} --from {{checkpoint}} --batch {{global_batch}} --at-once {{max_microbatch}}"
+    answers = {
+        "run.model_commit": "second",
+        "run.precision": "float32",
+        "progress.samples": 400,
+        "progress.tokens": None,
+        "progress.epoch": 0,
+        "batch.invariant": "samples-per-update",
+        "batch.global_batch": 40,
+        "batch.max_microbatch": 8,
+        "batch.option": "ragged",
+        "transition.label": "continuation",
+        "control.kind": "original-layout",
+        "control.vary_microbatch": 5,
+        "window.updates": 10,
+        "window.log_every": 5,
+        "window.eval_every": 100,
+        "launch.command": command,
+        "launch.environment": {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")},
+    }
+    fill_in(tmp_path / "move.yaml", answers)
+    planned = samerun("plan", "move.yaml", cwd=tmp_path)
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    ran = samerun("run", "move.yaml", "--dir", "move", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+    verdict = json.loads((tmp_path / "move" / "verdict.json").read_text())
+    assert verdict["verdict"] == "promote"
+    assert verdict["validated"]["layout"]["dp_replicate"] == 3
