@@ -79,6 +79,8 @@ def _print(report: InspectReport, *, deep: bool) -> None:
 def _facts(report: InspectReport, *, deep: bool) -> Iterator[tuple[str, str]]:
     state = report.state
     yield "checkpoint", f"{report.path}  ({state.format})"
+    if recognised := state.written_by.get("recognised"):
+        yield "format", recognised
     yield "written by", _written_by(state)
     yield "progress", _progress(state)
     if state.groups:

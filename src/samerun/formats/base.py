@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from samerun.core.box import Coverage, check_tilings
 from samerun.core.dtype import DType
+from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, TensorEntry, Tiling
 from samerun.errors import CorruptCheckpoint, Problem, UsageError
 from samerun.stores.local import MappedFiles
@@ -120,6 +121,15 @@ class Inspectable(Protocol):
 
     def check_payloads(self, advance: Callable[[int], None] | None = None) -> PayloadCheck:
         """Reads every payload and compares it with its recorded checksum. `advance` is told the bytes read."""
+        ...
+
+
+@runtime_checkable
+class Rigid(Protocol):
+    """What a reader adds to `Checkpoint` when its own framework cannot load the format at every layout."""
+
+    def check_destination(self, destination: Layout) -> list[Problem]:
+        """Returns why the framework would refuse that layout, and which conversion helps; nothing if it would not."""
         ...
 
 

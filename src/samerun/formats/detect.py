@@ -5,16 +5,68 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from samerun.errors import CorruptCheckpoint, FormatError, Problem, UnsupportedVersion, UsageError
 from samerun.formats.base import Checkpoint
 from samerun.formats.dcp.reader import metadata_files, open_dcp
 
-FORMATS = ("dcp",)
-TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
-_LOOKED_FOR = ".metadata or __N.metadata (DCP), a tracker file (latest, latest_checkpointed_iteration.txt)"
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """One format. `recognise` returns why a directory looks like one of its checkpoints, None if it does not.
+
+    `tracker` is a tracker file that names checkpoints of this format only.
+    """
+
+    name: str
+    recognise: Callable[[Path], str | None]
+    open: Callable[[Path], Checkpoint]
+    tracker: str | None = None
+
+
+def _recognise_dcp(path: Path) -> str | None:
+    found = metadata_files(path)
+    return f"it holds {found[0].name}" if found else None
+
+
+def _recognise_zero(path: Path) -> str | None:
+    from samerun.formats.zero.directory import looks_like
+
+    return looks_like(path)
+
+
+def _open_zero(path: Path) -> Checkpoint:
+    from samerun.formats.zero.reader import open_zero
+
+    return open_zero(path)
+
+
+def _recognise_universal(path: Path) -> str | None:
+    from samerun.formats.universal.source import looks_like
+
+    return looks_like(path)
+
+
+def _open_universal(path: Path) -> Checkpoint:
+    from samerun.formats.universal.reader import open_universal
+
+    return open_universal(path)
+
+
+READERS = (
+    Reader("dcp", _recognise_dcp, open_dcp),
+    Reader("zero", _recognise_zero, _open_zero),
+    Reader("universal", _recognise_universal, _open_universal, "latest_universal"),
+)
+FORMATS = tuple(reader.name for reader in READERS)
+TRACKERS = ("latest", "latest_checkpointed_iteration.txt", "latest_universal")
+_LOOKED_FOR = (
+    ".metadata or __N.metadata (DCP), mp_rank_*_model_states.pt and zero_pp_rank_*_optim_states.pt (DeepSpeed ZeRO), "
+    f"zero/<parameter>/fp32.pt (DeepSpeed universal), a tracker file ({', '.join(TRACKERS)})"
+)
 _DEPTH = 2
 _MAX_ENTRIES = 10_000
 _MAX_TRACKER_BYTES = 4_096
@@ -47,30 +99,37 @@ def open_checkpoint(path: str | os.PathLike[str], format: str | None = None) -> 
         raise UsageError(_nothing_there(root))
     if root.name == ".metadata" and root.is_file():
         root = root.parent
-    return open_dcp(_locate(root))
+    readers = tuple(reader for reader in READERS if format in (None, reader.name))
+    found = _locate(root, readers)
+    return next(reader for reader in readers if _recognises(reader, found)).open(found)
 
 
-def _locate(root: Path) -> Path:
-    """Returns the one checkpoint directory that a path means."""
+def _locate(root: Path, readers: tuple[Reader, ...]) -> Path:
+    """Returns the one checkpoint directory that a path means, for one of these readers."""
     if not root.is_dir():
         raise UnsupportedVersion(_unsupported(root, _resemblance([root.name])))
-    if _is_checkpoint(root):
+    if _is_checkpoint(root, readers):
         _refuse_megatron(root)
         return root
-    for name in TRACKERS:
+    own = [reader.tracker for reader in readers if reader.tracker is not None and len(readers) == 1]
+    for name in own or TRACKERS:
         if os.path.lexists(root / name):
-            return _locate_tracked(root, name)
-    found = sorted(_search(root, _DEPTH), key=_natural)
+            return _locate_tracked(root, name, readers)
+    found = sorted(_search(root, _DEPTH, readers), key=_natural)
     if len(found) == 1:
-        return _locate(found[0])
+        return _locate(found[0], readers)
     if found:
         raise UsageError(_several(root, found))
     raise _no_checkpoint(root)
 
 
-def _is_checkpoint(path: Path) -> bool:
+def _is_checkpoint(path: Path, readers: tuple[Reader, ...]) -> bool:
+    return any(_recognises(reader, path) for reader in readers)
+
+
+def _recognises(reader: Reader, path: Path) -> bool:
     try:
-        return bool(metadata_files(path))
+        return reader.recognise(path) is not None
     except OSError:
         return False
 
@@ -81,15 +140,15 @@ def _refuse_megatron(root: Path) -> None:
         raise UnsupportedVersion(_unsupported(root, "a Megatron-LM distributed checkpoint (metadata.json, common.pt)"))
 
 
-def _locate_tracked(root: Path, tracker: str) -> Path:
+def _locate_tracked(root: Path, tracker: str, readers: tuple[Reader, ...]) -> Path:
     text = _read_tracker(root / tracker)
     name = f"iter_{int(text):07d}" if tracker.endswith(".txt") and text.isascii() and text.isdigit() else text
     plain = re.fullmatch(r"[\w.=+-]{1,200}", name) and name not in (".", "..")
     target = root / name
-    if plain and target.is_dir() and _is_checkpoint(target):
+    if plain and target.is_dir() and _is_checkpoint(target, readers):
         _refuse_megatron(target)
         return target
-    others = sorted((path for path in _search(root, _DEPTH)), key=_natural)
+    others = sorted((path for path in _search(root, _DEPTH, readers)), key=_natural)
     raise CorruptCheckpoint(_broken_tracker(root / tracker, name if plain else "", others))
 
 
@@ -100,7 +159,7 @@ def _read_tracker(path: Path) -> str:
         return file.read(_MAX_TRACKER_BYTES).decode("utf-8", "replace").strip()
 
 
-def _search(root: Path, depth: int) -> Iterable[Path]:
+def _search(root: Path, depth: int, readers: tuple[Reader, ...]) -> Iterable[Path]:
     """Finds checkpoint directories below `root`, not following links."""
     budget = _MAX_ENTRIES
     level = [root]
@@ -113,9 +172,9 @@ def _search(root: Path, depth: int) -> Iterable[Path]:
                     return
                 below.append(entry)
         for path in below:
-            if _is_checkpoint(path):
+            if _is_checkpoint(path, readers):
                 yield path
-        level = [path for path in below if not _is_checkpoint(path)]
+        level = [path for path in below if not _is_checkpoint(path, readers)]
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -376,7 +376,7 @@ def check_scheduler(state: LogicalState) -> list[Problem]:
     if isinstance(position, int) and update is not None and position not in (update, epoch):
         problems.append(_position_differs(position, update))
     last, rates = scheduler.get("_last_lr"), [group.hyperparameters.get("lr") for group in state.groups]
-    if isinstance(last, list) and len(last) == len(rates) and list(last) != rates:
+    if isinstance(last, list) and len(last) == len(rates) and None not in rates and list(last) != rates:
         problems.append(
             Problem(
                 "SR-SCHED-LR",

@@ -10,7 +10,7 @@ from typing import Any
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role
 from samerun.errors import FormatError, Problem, Severity
-from samerun.formats.base import Checkpoint, Inspectable
+from samerun.formats.base import Checkpoint, Inspectable, Rigid
 from samerun.verify.coverage import check_coverage
 from samerun.verify.destination import Destination, check_destination, plan_destination
 from samerun.verify.resume import Resumable, check_resume, judge_resumable
@@ -136,6 +136,7 @@ def inspect_checkpoint(
     planned = plan_destination(state, destination) if destination is not None else None
     if planned is not None:
         problems += check_destination(state, planned)
+        problems += checkpoint.check_destination(planned.layout) if isinstance(checkpoint, Rigid) else []
     if any(problem.code in ("SR-FILE-CRC", "SR-PKL-CRC", "SR-FILE-GENERATION") for problem in problems):
         intact = False
     return InspectReport(

@@ -1,0 +1,116 @@
+"""What a native checkpoint can be loaded onto by DeepSpeed itself, and what its converters make of it (0.19.8)."""
+
+from __future__ import annotations
+
+from samerun.core.mesh import Layout
+from samerun.errors import Problem, Severity
+from samerun.formats.deepspeed.states import as_dict
+from samerun.formats.zero.optimizer_tensors import Flat
+from samerun.formats.zero.source import Source
+
+
+def check_loadable(source: Source, flat: Flat) -> list[Problem]:
+    """Says at which degrees DeepSpeed loads the checkpoint and what a conversion with its own tools would lose."""
+    return [*_rigid(source), *check_conversion(source, flat)]
+
+
+def _rigid(source: Source) -> list[Problem]:
+    degrees = source.degrees
+    if source.stage == 0:
+        return []
+    return [
+        Problem(
+            "SR-ZERO-RIGID",
+            f"DeepSpeed loads this at dp={degrees.dp}, tp={degrees.tp}, pp={degrees.pp} only",
+            severity=Severity.NOTE,
+            where={"file": str(source.root)},
+            hint=f"for another number of ranks convert it first: {conversion_hint(source)}",
+        )
+    ]
+
+
+def conversion_hint(source: Source) -> str:
+    """Returns which conversion takes the checkpoint to another number of ranks."""
+    if native_conversion_fails(source):
+        return "`samerun convert`; DeepSpeed's own ds_to_universal cannot"
+    extra = "" if source.stage == 3 or _has_info(source) else " with --inject_missing_state"
+    return f"`samerun convert --to universal`, or DeepSpeed's ds_to_universal{extra}"
+
+
+def _has_info(source: Source) -> bool:
+    first = source.first
+    return first is not None and bool(first.parallel_info)
+
+
+def native_conversion_fails(source: Source) -> bool:
+    """Whether DeepSpeed's own converter refuses the checkpoint: stage 0, elastic, or native experts."""
+    elastic = any(optim.layout == "elastic" for optim in source.optims.values())
+    native_experts = bool(source.experts) and not (source.first and source.first.value.get("ds_autoep_layers"))
+    return source.stage == 0 or elastic or native_experts
+
+
+def check_conversion(source: Source, flat: Flat) -> list[Problem]:
+    """Warns about what DeepSpeed's own conversion would get wrong without an error."""
+    if native_conversion_fails(source):
+        return []
+    problems: list[Problem] = []
+    zero = as_dict(source.config.get("zero_optimization"))
+    if zero.get("round_robin_gradients") is True and source.stage in (1, 2) and source.degrees.dp > 1:
+        problems.append(
+            _warning(
+                source,
+                "SR-ZERO-ROUNDROBIN",
+                "with round_robin_gradients, ds_to_universal mixes up parameters and moments without an error",
+                "slice maps are in another order than buffers. samerun goes by the buffers; zero_to_fp32 is right too",
+            )
+        )
+    slots = {slot for optim in source.optims.values() for shard in optim.shards for slot in shard.slots}
+    unknown = sorted(slots - {"exp_avg", "exp_avg_sq"})
+    if unknown or (slots and "exp_avg" not in slots):
+        problems.append(
+            _warning(
+                source,
+                "SR-ZERO-SLOTS",
+                f"ds_to_universal knows Adam's moments only and would fail at, or drop, {', '.join(unknown)}",
+                "it keeps exp_avg and exp_avg_sq; samerun keeps every slot",
+            )
+        )
+    settings = [{key: value for key, value in group.items() if key != "name"} for _, group in flat.groups]
+    if source.stage == 3 and any(group != settings[0] for group in settings[1:]):
+        problems.append(
+            _warning(
+                source,
+                "SR-ZERO-GROUPZERO",
+                "through ds_to_universal, stage 3 gives group 0's hyperparameters to all groups",
+                "learning rate, betas and decay of the other groups are lost at load; set them again after loading",
+            )
+        )
+    return problems
+
+
+def _warning(source: Source, code: str, message: str, hint: str) -> Problem:
+    return Problem(code, message, severity=Severity.NOTE, where={"file": str(source.root)}, hint=hint)
+
+
+def check_destination(source: Source, destination: Layout) -> list[Problem]:
+    """Checks whether DeepSpeed itself would load the checkpoint at another layout."""
+    degrees = source.degrees
+    wanted = (destination.batch_replicas * destination.cp, destination.tp, destination.pp)
+    held = (degrees.dp, degrees.tp, degrees.pp)
+    same_model = wanted[1:] == held[1:]
+    if wanted == held or (source.stage == 0 and same_model):
+        return []
+    how = "with an error that does not name the reason" if source.stage == 3 else "clearly"
+    return [
+        Problem(
+            "SR-ZERO-RIGID",
+            f"DeepSpeed refuses this checkpoint at that layout, {how}"
+            if same_model or source.stage
+            else "DeepSpeed cannot change tensor or pipeline parallelism of this checkpoint",
+            severity=Severity.WARNING,
+            where={"file": str(source.root)},
+            expected=f"dp={held[0]},tp={held[1]},pp={held[2]}",
+            found=f"dp={wanted[0]},tp={wanted[1]},pp={wanted[2]}",
+            hint=f"convert it first: {conversion_hint(source)}",
+        )
+    ]
