@@ -6,7 +6,8 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 
 from samerun.errors import CorruptCheckpoint, FormatError, Problem, UnsupportedVersion, UsageError
@@ -16,7 +17,7 @@ from samerun.formats.dcp.reader import metadata_files, open_dcp
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """One format. `recognise` returns why a directory looks like one of its checkpoints, None if it does not.
+    """One format. `recognise` returns why a directory or file looks like its checkpoint, None if it does not.
 
     `tracker` is a tracker file that names checkpoints of this format only.
     """
@@ -56,20 +57,60 @@ def _open_universal(path: Path) -> Checkpoint:
     return open_universal(path)
 
 
+def _reader(name: str, *, has_inner: bool = False) -> Reader:
+    """Returns the reader of a format whose package has `detect.looks_like` and `reader.open_<name>`.
+
+    Both are imported when first needed. With `has_inner` its checkpoints may hold others, which this module opens.
+    """
+
+    def recognise(path: Path) -> str | None:
+        return import_module(f"samerun.formats.{name}.detect").looks_like(path)
+
+    def open(path: Path) -> Checkpoint:
+        function = getattr(import_module(f"samerun.formats.{name}.reader"), f"open_{name}")
+        return function(path, open_inner) if has_inner else function(path)
+
+    return Reader(name, recognise, open)
+
+
+def open_inner(path: Path) -> Checkpoint:
+    """Opens a checkpoint that lies inside another one's directory, or is its sharded part.
+
+    Raises:
+        UnsupportedVersion: if it is none of a format that occurs inside others.
+    """
+    for reader in READERS:
+        if reader.name in _INNER_FORMATS and _recognises(reader, path):
+            return reader.open(path)
+    raise UnsupportedVersion(_unsupported(path, _resemblance(entry.name for entry in path.iterdir())))
+
+
+# In this order: formats that hold others, or whose files others would recognise too, come first.
 READERS = (
+    _reader("lightning", has_inner=True),
+    _reader("huggingface", has_inner=True),
+    _reader("accelerate", has_inner=True),
     Reader("dcp", _recognise_dcp, open_dcp),
     Reader("zero", _recognise_zero, _open_zero),
     Reader("universal", _recognise_universal, _open_universal, "latest_universal"),
+    _reader("fsdp1"),
+    _reader("ranklocal"),
+    _reader("safetensors"),
+    _reader("torch"),
 )
+_INNER_FORMATS = ("dcp", "zero", "universal", "fsdp1", "ranklocal")
 FORMATS = tuple(reader.name for reader in READERS)
 TRACKERS = ("latest", "latest_checkpointed_iteration.txt", "latest_universal")
 _LOOKED_FOR = (
     ".metadata or __N.metadata (DCP), mp_rank_*_model_states.pt and zero_pp_rank_*_optim_states.pt (DeepSpeed ZeRO), "
-    f"zero/<parameter>/fp32.pt (DeepSpeed universal), a tracker file ({', '.join(TRACKERS)})"
+    "zero/<parameter>/fp32.pt (DeepSpeed universal), trainer_state.json or config.json with a model (Hugging Face), "
+    "random_states_N.pkl (Accelerate), files that differ in a rank only, .safetensors, files of torch.save, a tracker "
+    f"file ({', '.join(TRACKERS)})"
 )
 _DEPTH = 2
 _MAX_ENTRIES = 10_000
 _MAX_TRACKER_BYTES = 4_096
+_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar", ".safetensors")
 
 # What other formats leave behind, and what to call it: to say what a directory looks like when it is not read.
 _RESEMBLES = (
@@ -101,12 +142,21 @@ def open_checkpoint(path: str | os.PathLike[str], format: str | None = None) -> 
         root = root.parent
     readers = tuple(reader for reader in READERS if format in (None, reader.name))
     found = _locate(root, readers)
-    return next(reader for reader in readers if _recognises(reader, found)).open(found)
+    for reader in readers:
+        why = _recognises(reader, found)
+        if why:
+            checkpoint = reader.open(found)
+            known = {"recognised": why, **checkpoint.state.written_by}
+            checkpoint.state = replace(checkpoint.state, written_by=known)
+            return checkpoint
+    raise _no_checkpoint(found)
 
 
 def _locate(root: Path, readers: tuple[Reader, ...]) -> Path:
-    """Returns the one checkpoint directory that a path means, for one of these readers."""
+    """Returns the one checkpoint directory or file that a path means, for one of these readers."""
     if not root.is_dir():
+        if root.is_file() and _is_checkpoint(root, readers):
+            return root
         raise UnsupportedVersion(_unsupported(root, _resemblance([root.name])))
     if _is_checkpoint(root, readers):
         _refuse_megatron(root)
@@ -115,7 +165,7 @@ def _locate(root: Path, readers: tuple[Reader, ...]) -> Path:
     for name in own or TRACKERS:
         if os.path.lexists(root / name):
             return _locate_tracked(root, name, readers)
-    found = sorted(_search(root, _DEPTH, readers), key=_natural)
+    found = sorted(_search(root, _DEPTH, readers), key=_natural) or _single_files(root, readers)
     if len(found) == 1:
         return _locate(found[0], readers)
     if found:
@@ -127,11 +177,18 @@ def _is_checkpoint(path: Path, readers: tuple[Reader, ...]) -> bool:
     return any(_recognises(reader, path) for reader in readers)
 
 
-def _recognises(reader: Reader, path: Path) -> bool:
+def _recognises(reader: Reader, path: Path) -> str | None:
     try:
-        return reader.recognise(path) is not None
+        return reader.recognise(path)
     except OSError:
-        return False
+        return None
+
+
+def _single_files(root: Path, readers: tuple[Reader, ...]) -> list[Path]:
+    """Finds files in `root` that are checkpoints by themselves."""
+    names = sorted(os.listdir(root))[:_MAX_ENTRIES]
+    files = [root / name for name in names if name.endswith(_SUFFIXES)]
+    return sorted((file for file in files if file.is_file() and _is_checkpoint(file, readers)), key=_natural)
 
 
 def _refuse_megatron(root: Path) -> None:

@@ -66,7 +66,8 @@ def check_checksums(
         bad = [
             (name, record.crc32, found)
             for name, record in file.archive.records.items()
-            if (found := zlib.crc32(buffer[record.offset_bytes : record.offset_bytes + record.num_bytes]))
+            if record.crc32 is not None
+            and (found := zlib.crc32(buffer[record.offset_bytes : record.offset_bytes + record.num_bytes]))
             != record.crc32
         ]
         problems += [_checksum(file, *entry) for entry in bad]

@@ -31,11 +31,11 @@ _UNUSED = frozenset({".format_version", ".storage_alignment", "version", ".data/
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One stored entry: its bytes lie at `offset_bytes` of the file, `num_bytes` long, with this checksum."""
+    """One stored entry: its bytes lie at `offset_bytes` of the file, `num_bytes` long, with this checksum if any."""
 
     offset_bytes: int
     num_bytes: int
-    crc32: int
+    crc32: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ def read_value(buffer: mmap.mmap | bytes, archive: Archive, name: str = "") -> D
     """
     record = archive.records["data.pkl"]
     data = read_payload(buffer, record)
-    if zlib.crc32(data) != record.crc32:
+    if record.crc32 is not None and zlib.crc32(data) != record.crc32:
         raise CorruptCheckpoint(_description_damaged(archive.file, name or "data.pkl", record.crc32, zlib.crc32(data)))
     return decode_pickle(data, f"{archive.file}{f' ({name})' if name else ''}")
 

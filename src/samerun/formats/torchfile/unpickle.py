@@ -124,12 +124,22 @@ class RestrictedUnpickler(pickle.Unpickler):
         name = (module_name, global_name)
         found = self._stubs.get(name)
         if found is None:
-            found = _shared_stub(name) or _new_stub(name)
+            found = self._nested if name in _GETATTR else _shared_stub(name) or _new_stub(name)
             self._stubs[name] = found
         return found
 
+    def _nested(self, owner: Any, inner: Any) -> Any:
+        """Stands in for `getattr`, by which a pickle names a class inside a class. Returns that class's stub."""
+        outer = str(getattr(owner, "qualified_name", "")) if isinstance(owner, Locked) else ""
+        if not outer or not isinstance(inner, str) or not inner.isidentifier() or ":" in outer:
+            raise ValueError("a pickle reads an attribute of something that is no class")
+        return self._stubs.setdefault((outer, inner), _new_stub((f"{outer}:", inner)))
+
     def persistent_load(self, pid: Any, /) -> Any:
         return _Persistent(pid)
+
+
+_GETATTR = frozenset({("builtins", "getattr"), ("__builtin__", "getattr")})
 
 
 def _new_stub(name: tuple[str, str]) -> type[Stub]:
@@ -166,7 +176,7 @@ def decode_pickle(data: bytes, name: str) -> Decoded:
     try:
         stream = io.BufferedReader(io.BytesIO(data[:end]))  # pyright: ignore[reportArgumentType]
         raw = RestrictedUnpickler(stream).load()
-        converter = _Converter()
+        converter = Converter(len(data))
         decoded = Decoded(converter.plain(raw), tuple(sorted(converter.unknown)))
     except DECODING_ERRORS as error:
         raise broken_pickle(name, error) from None
@@ -196,16 +206,19 @@ def broken_pickle(name: str, error: BaseException) -> CorruptCheckpoint:
     )
 
 
-# How many values a decoded pickle may amount to when written out in full. A few bytes can refer to one list twice, to
-# that list of two twice, and so on: every later step that visits or prints the values would take for ever.
+# How many values a decoded pickle may amount to when written out in full, or a few per byte where that is more. A few
+# bytes can refer to one list twice, to that list of two twice, and so on: every later step that visits or prints the
+# values would take for ever.
 MAX_VALUES = 5_000_000
+_VALUES_PER_BYTE = 4
 
 
-class _Converter:
+class Converter:
     """Turns stubs into plain data. Shared values are converted once; a value inside itself is refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_bytes: int = 0) -> None:
         self.unknown: set[str] = set()
+        self._limit = max(MAX_VALUES, _VALUES_PER_BYTE * num_bytes)
         self._done: dict[int, Any] = {}
         self._amounts: dict[int, int] = {}
         self._amount = 0
@@ -228,8 +241,8 @@ class _Converter:
             self._open.discard(identity)
             self._amounts[identity] = self._amount - before
             self._kept.append(value)
-        if self._amount > MAX_VALUES:
-            raise ValueError(f"its values amount to more than {MAX_VALUES} when written out")
+        if self._amount > self._limit:
+            raise ValueError(f"its values amount to more than {self._limit} when written out")
         return self._done[identity]
 
     def _convert(self, value: Any) -> Any:
@@ -240,7 +253,7 @@ class _Converter:
         if isinstance(value, bytearray):
             return bytes(value)
         if isinstance(value, _Persistent):
-            return self.storage(value)
+            return self._bare_storage(value)
         if isinstance(value, Locked):
             return self._reference(value)
         if isinstance(value, Stub):
@@ -257,8 +270,13 @@ class _Converter:
         name = str(stub.qualified_name)
         if name.removeprefix("torch.") in DTYPES:
             return name
-        self.unknown.add(name)
+        self.meet(name)
         return Inert(name)
+
+    def meet(self, name: str) -> None:
+        """Remembers a class that is unknown, unless its records are understood."""
+        if name not in RECORDS:
+            self.unknown.add(name)
 
     def _stub(self, stub: Stub) -> Any:
         made = vars(stub)
@@ -266,10 +284,18 @@ class _Converter:
         build = _KNOWN.get(name)
         if build is not None:
             return build(self, made)
-        self.unknown.add(name)
+        self.meet(name)
         args = tuple(self.plain(arg) for arg in made["args"])
         items = [*made["items"], *(list(pair) for pair in made["pairs"])]
         return Inert(name, args, self.plain(made["state"]), tuple(self.plain(item) for item in items))
+
+    def _bare_storage(self, value: _Persistent) -> Any:
+        """Returns a storage that stands alone as a tensor of one dimension, or a record of it if it is none."""
+        try:
+            key, dtype, count = self.storage(value)
+        except ValueError:
+            return Inert("torch storage", tuple(self.plain(part) for part in _parts(value.identity)))
+        return TensorRef(key, dtype, 0, (count,), (1,), count)
 
     def storage(self, value: Any) -> tuple[str, DType, int]:
         """Returns a storage's key, element type and number of elements."""
@@ -285,6 +311,35 @@ class _Converter:
         return str(key), dtype, count
 
 
+# Classes that stay records and are understood by the readers that meet them: the pickled forms of distributed tensors.
+_SHARDED = "torch.distributed._shard"
+_DTENSOR = "torch.distributed.tensor"
+RECORDS = frozenset({
+    "torch.serialization._get_layout",
+    "torch.distributed.remote_device._remote_device",
+    f"{_SHARDED}.metadata.ShardMetadata",
+    f"{_SHARDED}.sharded_tensor.api.ShardedTensor",
+    f"{_SHARDED}.sharded_tensor.api.ShardedTensor:.ProcessGroupState",
+    f"{_SHARDED}.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+    f"{_SHARDED}.sharded_tensor.metadata.ShardedTensorMetadata",
+    f"{_SHARDED}.sharded_tensor.metadata.TensorProperties",
+    f"{_SHARDED}.sharded_tensor.shard.Shard",
+    f"{_SHARDED}.sharding_spec.api.EnumerableShardingSpec",
+    f"{_SHARDED}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+    "torch.distributed._mesh_layout._FlatLayout",
+    "torch.distributed._mesh_layout._MeshLayout",
+    "torch.distributed.device_mesh.DeviceMesh",
+    "torch.distributed._tensor.api.DTensor",
+    "torch.distributed._tensor.placement_types.DTensorSpec",
+    "torch.distributed._tensor.placement_types.TensorMeta",
+    *(f"torch.distributed._tensor.placement_types.{name}" for name in ("Shard", "Replicate", "Partial", "_Partial")),
+    f"{_DTENSOR}.DTensor",
+    f"{_DTENSOR}._dtensor_spec.DTensorSpec",
+    f"{_DTENSOR}._dtensor_spec.ShardOrderEntry",
+    f"{_DTENSOR}._dtensor_spec.TensorMeta",
+    *(f"{_DTENSOR}.placement_types.{name}" for name in ("Shard", "_StridedShard", "Replicate", "Partial")),
+})  # fmt: skip
+
 _SCALARS = frozenset({bool, int, float, complex, str, bytes})
 
 _STORAGES = {
@@ -299,6 +354,10 @@ _STORAGE_DTYPES: dict[str, DType] = {
 }
 
 
+def _parts(identity: Any) -> tuple[Any, ...]:
+    return identity if isinstance(identity, tuple) else (identity,)
+
+
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 62
 
@@ -311,7 +370,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
     return value
 
 
-def _tensor(converter: _Converter, storage: Any, offset: Any, shape: Any, strides: Any, dtype: str = "") -> TensorRef:
+def _tensor(converter: Converter, storage: Any, offset: Any, shape: Any, strides: Any, dtype: str = "") -> TensorRef:
     key, kind, count = converter.storage(storage)
     sizes, steps = _sizes(shape), _sizes(strides)
     if len(sizes) != len(steps) or not _is_size(offset):
@@ -322,28 +381,36 @@ def _tensor(converter: _Converter, storage: Any, offset: Any, shape: Any, stride
     return TensorRef(key, kind, offset, sizes, steps, count)
 
 
-def _tensor_v2(converter: _Converter, made: dict[str, Any]) -> TensorRef:
+def _tensor_v2(converter: Converter, made: dict[str, Any]) -> TensorRef:
     return _tensor(converter, *made["args"][:4])
 
 
-def _tensor_v3(converter: _Converter, made: dict[str, Any]) -> TensorRef:
+def _tensor_v3(converter: Converter, made: dict[str, Any]) -> Any:
     name = made["args"][6].qualified_name.removeprefix("torch.")
+    if name not in DTYPES:
+        converter.meet(f"tensor of torch.{name}")
+        return Inert(f"tensor of torch.{name}", tuple(converter.plain(arg) for arg in made["args"][:4]))
     return _tensor(converter, *made["args"][:4], dtype=name)
 
 
-def _parameter(converter: _Converter, made: dict[str, Any]) -> Any:
+def _parameter(converter: Converter, made: dict[str, Any]) -> Any:
     return converter.plain(made["args"][0])
 
 
-def _from_type(converter: _Converter, made: dict[str, Any]) -> Any:
-    rebuild, kind, args = made["args"][:3]
+def _from_type(converter: Converter, made: dict[str, Any]) -> Any:
+    """Unwraps a tensor subclass that is rebuilt like a tensor; one that wraps others becomes a record of its parts."""
+    rebuild, kind, args, *state = made["args"]
     build = _KNOWN.get(getattr(rebuild, "qualified_name", ""))
-    if build is None or not isinstance(args, tuple):
+    if not isinstance(args, tuple):
         raise ValueError(f"a tensor subclass {kind!r} is rebuilt in an unknown way")
-    return build(converter, {"args": args})
+    if build is not None:
+        return build(converter, {"args": args})
+    name = str(getattr(kind, "qualified_name", "tensor subclass"))
+    converter.meet(name)
+    return Inert(name, tuple(converter.plain(arg) for arg in args), converter.plain(state[0] if state else None))
 
 
-def _mapping(converter: _Converter, made: dict[str, Any]) -> dict[Any, Any]:
+def _mapping(converter: Converter, made: dict[str, Any]) -> dict[Any, Any]:
     pairs: list[Any] = []
     for arg in made["args"]:
         if isinstance(arg, dict):
@@ -354,32 +421,32 @@ def _mapping(converter: _Converter, made: dict[str, Any]) -> dict[Any, Any]:
     return {converter.key(name): converter.plain(item) for name, item in pairs}
 
 
-def _sequence(converter: _Converter, made: dict[str, Any]) -> list[Any]:
+def _sequence(converter: Converter, made: dict[str, Any]) -> list[Any]:
     first = made["args"][0] if made["args"] else []
     return [converter.plain(item) for item in [*first, *made["items"]]]
 
 
-def _text(converter: _Converter, made: dict[str, Any]) -> str:
+def _text(converter: Converter, made: dict[str, Any]) -> str:
     return str(converter.plain(made["args"][0])) if made["args"] else ""
 
 
-def _path(converter: _Converter, made: dict[str, Any]) -> str:
+def _path(converter: Converter, made: dict[str, Any]) -> str:
     parts = [str(part) for part in made["args"]]
     return "/".join(part for part in parts if part != "/") if parts[:1] != ["/"] else "/" + "/".join(parts[1:])
 
 
-def _namespace(converter: _Converter, made: dict[str, Any]) -> Any:
+def _namespace(converter: Converter, made: dict[str, Any]) -> Any:
     return converter.plain(made["state"] if made["state"] is not None else made["named"])
 
 
-def _encoded(converter: _Converter, made: dict[str, Any]) -> bytes:
+def _encoded(converter: Converter, made: dict[str, Any]) -> bytes:
     text, encoding = made["args"][:2]
     if encoding not in ("latin1", "latin-1"):
         raise ValueError(f"bytes are written in the unusual encoding {encoding!r}")
     return text.encode("latin-1")
 
 
-def _bytes(converter: _Converter, made: dict[str, Any]) -> bytes:
+def _bytes(converter: Converter, made: dict[str, Any]) -> bytes:
     first = converter.plain(made["args"][0]) if made["args"] else b""
     if isinstance(first, bytes):
         return first
@@ -388,7 +455,7 @@ def _bytes(converter: _Converter, made: dict[str, Any]) -> bytes:
     raise ValueError("bytes are built from something that is not bytes")
 
 
-def _complex(converter: _Converter, made: dict[str, Any]) -> complex:
+def _complex(converter: Converter, made: dict[str, Any]) -> complex:
     real, imaginary = made["args"]
     return complex(float(real), float(imaginary))
 
@@ -407,7 +474,7 @@ def _array_type(value: Any) -> Any:
     return kind.newbyteorder(state[1]) if isinstance(state, tuple) and len(state) > 1 and state[1] in "<>" else kind
 
 
-def _array_bytes(converter: _Converter, value: Any) -> bytes:
+def _array_bytes(converter: Converter, value: Any) -> bytes:
     """Returns an array's raw data: bytes, a bytearray, or the latin-1 call that protocol 2 writes instead."""
     data = converter.plain(value)
     if not isinstance(data, bytes):
@@ -415,7 +482,7 @@ def _array_bytes(converter: _Converter, value: Any) -> bytes:
     return data
 
 
-def _array(converter: _Converter, made: dict[str, Any]) -> Any:
+def _array(converter: Converter, made: dict[str, Any]) -> Any:
     import numpy as np
 
     _, shape, kind, fortran, data = made["state"]
@@ -423,7 +490,7 @@ def _array(converter: _Converter, made: dict[str, Any]) -> Any:
     return array.reshape(_sizes(shape), order="F" if fortran else "C").astype(array.dtype.newbyteorder("="))
 
 
-def _array_from_buffer(converter: _Converter, made: dict[str, Any]) -> Any:
+def _array_from_buffer(converter: Converter, made: dict[str, Any]) -> Any:
     import numpy as np
 
     data, kind, shape, order = made["args"][:4]
@@ -431,7 +498,7 @@ def _array_from_buffer(converter: _Converter, made: dict[str, Any]) -> Any:
     return array.reshape(_sizes(shape), order="F" if order == "F" else "C").astype(array.dtype.newbyteorder("="))
 
 
-def _array_scalar(converter: _Converter, made: dict[str, Any]) -> Any:
+def _array_scalar(converter: Converter, made: dict[str, Any]) -> Any:
     import numpy as np
 
     kind, data = made["args"][:2]
@@ -441,11 +508,11 @@ def _array_scalar(converter: _Converter, made: dict[str, Any]) -> Any:
     return found[0].item()
 
 
-def _device(converter: _Converter, made: dict[str, Any]) -> str:
+def _device(converter: Converter, made: dict[str, Any]) -> str:
     return ":".join(str(converter.plain(arg)) for arg in made["args"])
 
 
-_KNOWN: dict[str, Callable[[_Converter, dict[str, Any]], Any]] = {
+_KNOWN: dict[str, Callable[[Converter, dict[str, Any]], Any]] = {
     "collections.OrderedDict": _mapping,
     "collections.defaultdict": lambda converter, made: _mapping(converter, {**made, "args": made["args"][1:]}),
     "collections.Counter": _mapping,

@@ -1,0 +1,167 @@
+"""From saved optimizers and models to names: which model an optimizer drives, and which parameter each key means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from samerun.core.state import normalize_fqn
+from samerun.errors import Problem, Severity
+from samerun.formats.statedict.optimizer import Optimizer, shape_of
+from samerun.formats.statedict.order import Candidate, Matching, Position, match_order, match_shapes
+from samerun.formats.statedict.recognise import is_buffer_name, is_parameter_name, looks_like_model, looks_other
+from samerun.formats.statedict.registration import match_registration
+from samerun.formats.statedict.saved import SavedModel
+from samerun.formats.statedict.stored import Stored
+from samerun.formats.statedict.ties import find_shared
+
+_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Named:
+    """An optimizer with a name for every key: `names[key]`; `#key` for one that could not be named.
+
+    `model` is the saved model that it drives, None if that is not in the checkpoint.
+    """
+
+    optimizer: Optimizer
+    model: SavedModel | None
+    names: Mapping[str, str]
+    problems: tuple[Problem, ...] = ()
+
+
+def name_optimizer(optimizer: Optimizer, models: Sequence[SavedModel]) -> Named:
+    """Names an optimizer's parameters, and finds the model among `models` that has them."""
+    if not optimizer.positional:
+        names = {key: normalize_fqn(key) for key in optimizer.keys}
+        return Named(optimizer, _model_with(set(names.values()), models), names)
+    if len(optimizer.names) == len(optimizer.keys) and optimizer.names:
+        names = {key: normalize_fqn(name) for key, name in optimizer.names.items()}
+        return Named(optimizer, _model_with(set(names.values()), models), names)
+    found = [_name_by_position(optimizer, model) for model in models]
+    best = min(found, key=_doubt, default=None)
+    if best is None:
+        return Named(optimizer, None, {key: f"#{key}" for key in optimizer.keys}, (_no_model(optimizer),))
+    return best
+
+
+def _doubt(named: Named) -> tuple[int, int, int]:
+    """Returns how little speaks for a naming: keys without a name, findings, and a model that is not called one."""
+    nameless = sum(name.startswith("#") for name in named.names.values())
+    called = named.model.name if named.model else ""
+    unlikely = 0 if looks_like_model(called) else 2 if looks_other(called) else 1
+    return nameless, sum(problem.severity is not Severity.NOTE for problem in named.problems), unlikely
+
+
+def _model_with(names: set[str], models: Sequence[SavedModel]) -> SavedModel | None:
+    """Returns the model that has most of these names, None if none has any."""
+    scored = [(len(names.intersection(map(normalize_fqn, model.tensors))), model) for model in models]
+    count, model = max(scored, key=lambda pair: pair[0], default=(0, None))
+    return model if count else None
+
+
+def candidates_of(model: SavedModel) -> list[Candidate]:
+    """Returns the tensors that an optimizer may hold: floating, each shared one once, no known buffers."""
+    aliases = {name for names in find_shared(model.tensors, frozenset()).values() for name in names}
+    aliases |= model.aliases.keys()
+    return [
+        Candidate(normalize_fqn(name), tensor.shape, is_buffer_name(name) and not is_parameter_name(name))
+        for name, tensor in model.tensors.items()
+        if _may_train(tensor) and name not in aliases and name not in (model.buffers or ())
+    ]
+
+
+def _may_train(tensor: Stored) -> bool:
+    return tensor.dtype.kind in ("float", "complex")
+
+
+def _name_by_position(optimizer: Optimizer, model: SavedModel) -> Named:
+    candidates = candidates_of(model)
+    groups = [[Position(key, shape_of(optimizer.members.get(key))) for key in group.keys] for group in optimizer.groups]
+    if not groups:
+        groups = [[Position(key, shape_of(member)) for key, member in optimizer.members.items()]]
+    fixed = {key: normalize_fqn(name) for key, name in optimizer.names.items()}
+    if model.ordered:
+        matching = match_order(candidates, groups)
+        problems = _explain_order(optimizer, matching) if matching else []
+    else:
+        registered = match_registration(candidates, groups)
+        matching = registered.matching if registered else None
+        problems = _explain_registration(optimizer, matching, registered.assumed) if registered and matching else []
+    if matching is None:
+        matching = match_shapes(candidates, groups)
+        problems = [_unmatched(optimizer, model, matching)]
+    names = {key: fixed.get(key) or matching.names.get(key) or f"#{key}" for key in optimizer.keys}
+    return Named(optimizer, model, names, tuple(problems))
+
+
+def _explain_order(optimizer: Optimizer, matching: Matching) -> list[Problem]:
+    stateful = sorted((key for key in matching.open if shape_of(optimizer.members.get(key))), key=int)
+    if not stateful:
+        return [_by_position(optimizer, matching)]
+    shown = _some([f"{key} ({matching.names[key]}?)" for key in stateful])
+    return [
+        Problem(
+            "SR-OPT-OPEN",
+            f"optimizer state is kept by position, and {len(stateful)} positions fit more than one parameter: {shown}",
+            severity=Severity.WARNING,
+            where={"key": optimizer.name or "state"},
+            hint="they were given to the earliest parameter of that shape; if groups were built in another order than "
+            "the model's, moments belong to others. Save param_names (build the optimizer from named_parameters())",
+        )
+    ]
+
+
+def _by_position(optimizer: Optimizer, matching: Matching) -> Problem:
+    return Problem(
+        "SR-OPT-ORDER",
+        f"optimizer state is kept by position; all {len(matching.names)} positions were named by the model's order and "
+        "by shape",
+        severity=Severity.NOTE,
+        where={"key": optimizer.name or "state"},
+        hint="torch compares only the number of parameters when it loads this: a model whose parameters come in "
+        "another order gets the wrong moments without an error",
+    )
+
+
+def _explain_registration(optimizer: Optimizer, matching: Matching, assumed: frozenset[str]) -> list[Problem]:
+    if not assumed:
+        return [_by_position(optimizer, matching)]
+    shown = _some(sorted({matching.names[key] for key in assumed}))
+    return [
+        Problem(
+            "SR-OPT-ASSUMED",
+            f"optimizer state is kept by position and the model's file sorts its names: {len(assumed)} of "
+            f"{len(matching.names)} were told apart only by the usual order of registration: {shown}",
+            severity=Severity.WARNING,
+            where={"key": optimizer.name or "state"},
+            hint="compare with the order of model.named_parameters(); shapes rule out a wrong order only where they "
+            "differ (query, key and value projections do not)",
+        )
+    ]
+
+
+def _unmatched(optimizer: Optimizer, model: SavedModel, matching: Matching) -> Problem:
+    total = len(optimizer.keys)
+    return Problem(
+        "SR-OPT-UNMATCHED",
+        f"the optimizer's {total} positions do not fit the {len(model.tensors)} tensors of {model.name or 'the model'} "
+        f"in any order that keeps each group in the model's order; {total - len(matching.names)} stay numbers",
+        where={"key": optimizer.name or "state"},
+        hint="the optimizer was built over other or more parameters than the model saved here has, or its groups are "
+        "not in the model's order",
+    )
+
+
+def _no_model(optimizer: Optimizer) -> Problem:
+    return Problem(
+        "SR-OPT-UNMATCHED",
+        f"the optimizer knows its {len(optimizer.keys)} parameters by position only and there is no model to name them",
+        where={"key": optimizer.name or "state"},
+        hint="inspect the checkpoint together with its model",
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -1,0 +1,138 @@
+"""A saved state sorted into its parts, before names, roles and slots are settled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from samerun.core.state import RecordedProgress, Topology
+from samerun.errors import Problem
+from samerun.formats.statedict.recognise import (
+    is_loader,
+    is_module,
+    is_optimizer,
+    is_scaler,
+    is_scheduler,
+    is_state_dict,
+    looks_averaged,
+    looks_like_model,
+    looks_other,
+    looks_random,
+)
+from samerun.formats.statedict.stored import Stored
+from samerun.formats.torchfile.unpickle import Inert
+
+_DEPTH = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedModel:
+    """The tensors of one model by saved name. `name` is where it lay in the saved state.
+
+    `ordered` says whether the mapping is in the order in which the modules registered their tensors: torch.save keeps
+    it, safetensors sorts. `buffers` are those known to be buffers, None where the file does not say.
+    """
+
+    name: str
+    tensors: Mapping[str, Stored]
+    ordered: bool = True
+    average: bool = False
+    buffers: frozenset[str] | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(slots=True, eq=False)
+class SavedState:
+    """The parts of a checkpoint. Names are dotted and as saved; values may hold `Stored` tensors."""
+
+    models: list[SavedModel] = field(default_factory=list[SavedModel])
+    optimizers: list[tuple[str, Mapping[Any, Any]]] = field(default_factory=list[tuple[str, Mapping[Any, Any]]])
+    schedulers: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
+    rng: dict[str, Any] = field(default_factory=dict[str, Any])
+    data: dict[str, Any] = field(default_factory=dict[str, Any])
+    objects: dict[str, Any] = field(default_factory=dict[str, Any])
+    progress: RecordedProgress | None = None
+    topology: Topology = field(default_factory=Topology)
+    written_by: dict[str, str] = field(default_factory=dict[str, str])
+    unknown: set[str] = field(default_factory=set[str])
+    problems: list[Problem] = field(default_factory=list[Problem])
+    files: list[Path] = field(default_factory=list[Path])
+
+
+def sort_tree(tree: Any, saved: SavedState, prefix: str = "") -> None:
+    """Sorts a nested value into the parts of `saved`. A value that is a state dict as a whole is the model."""
+    if is_module(tree):
+        saved.models.append(_module(prefix, tree))
+    elif is_state_dict(tree) and not is_loader("", tree):
+        _add_model(saved, prefix, tree)
+    else:
+        _sort(tree, saved, prefix, prefix.rpartition(".")[2], 0)
+
+
+def _sort(node: Any, saved: SavedState, name: str, last: str, depth: int) -> None:
+    if is_optimizer(node):
+        saved.optimizers.append((name, node))
+    elif is_scheduler(last, node):
+        saved.schedulers.append((name, node))
+    elif is_scaler(last, node):
+        saved.objects[name] = node
+    elif name and looks_random(last):
+        saved.rng[name] = node
+    elif is_loader(last, node):
+        saved.data[name or "dataloader"] = node
+    elif is_module(node):
+        saved.models.append(_module(name, node))
+    elif depth and not looks_other(last) and is_state_dict(node, nested=looks_like_model(last) or looks_averaged(last)):
+        _add_model(saved, name, node)
+    elif isinstance(node, dict) and depth < _DEPTH and node:
+        for key, item in node.items():
+            _sort(item, saved, f"{name}.{key}" if name else str(key), str(key), depth + 1)
+    elif isinstance(node, list) and depth < _DEPTH and any(_is_part(last, item) for item in node):
+        for number, item in enumerate(node):
+            _sort(item, saved, f"{name}.{number}", last, depth + 1)
+    else:
+        saved.objects[name] = node
+
+
+def _is_part(last: str, item: Any) -> bool:
+    return is_optimizer(item) or is_scheduler(last, item) or is_module(item) or is_state_dict(item)
+
+
+def _add_model(saved: SavedState, name: str, node: Mapping[str, Any]) -> None:
+    tensors = dict(_tensors(node))
+    saved.models.append(SavedModel(name, tensors, average=looks_averaged(name)))
+    for key, item in node.items():
+        if not isinstance(item, Stored | Mapping) and item is not None:
+            saved.objects[f"{name}.{key}" if name else key] = item
+
+
+def _tensors(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Stored]]:
+    for key, item in node.items():
+        if isinstance(item, Stored):
+            yield prefix + key, item
+        elif isinstance(item, Mapping):
+            yield from _tensors(item, f"{prefix}{key}.")
+
+
+def _module(name: str, node: Inert) -> SavedModel:
+    """Collects the tensors of a pickled module, as its `state_dict()` would give them."""
+    tensors: dict[str, Stored] = {}
+    buffers: set[str] = set()
+    _collect(node, "", tensors, buffers)
+    return SavedModel(name, tensors, average=looks_averaged(name), buffers=frozenset(buffers))
+
+
+def _collect(node: Inert, prefix: str, tensors: dict[str, Stored], buffers: set[str]) -> None:
+    passing: Any = node.state.get("_non_persistent_buffers_set") or ()
+    for key, item in node.state["_parameters"].items():
+        if isinstance(item, Stored):
+            tensors[f"{prefix}{key}"] = item
+    for key, item in node.state["_buffers"].items():
+        if isinstance(item, Stored) and key not in passing:
+            tensors[f"{prefix}{key}"] = item
+            buffers.add(f"{prefix}{key}")
+    for key, item in node.state["_modules"].items():
+        if is_module(item):
+            _collect(item, f"{prefix}{key}.", tensors, buffers)
