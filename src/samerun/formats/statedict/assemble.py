@@ -46,7 +46,7 @@ def assemble(
 ) -> StateDictCheckpoint:
     """Builds the opened checkpoint. Reads small objects and counters, no large tensor.
 
-    `inners` are the checkpoints inside that hold some of its tensors; `per_rank` says that each rank loads its own file.
+    `inners` are the checkpoints inside that hold some of its tensors; with `per_rank` each rank loads its own file.
     """
     assembly = _Assembly(saved, files)
     state = assembly.build(path, format)

@@ -166,6 +166,6 @@ def _rigid(world_size: int, destination: Layout) -> Problem:
         f"each rank loads the file that it saved: {world_size} ranks can, {destination.world_size} cannot",
         expected=world_size,
         found=destination.world_size,
-        hint="with fewer ranks the rest of every tensor is silently left out, with more a file is missing. Convert to dcp "
-        "(`samerun convert SRC DEST --to dcp`), which any number of ranks loads",
+        hint="with fewer ranks the rest of every tensor is silently left out, with more a file is missing. Convert "
+        "to dcp (`samerun convert SRC DEST --to dcp`), which any number of ranks loads",
     )
