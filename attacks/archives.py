@@ -1,4 +1,4 @@
-"""torch.save archives, and objects inside them, that lie about themselves. Each replaces an object of the checkpoint."""
+"""torch.save archives, and objects in them, that lie about themselves. Each replaces an object of the checkpoint."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attacks.catalogue import attack
+from attacks.catalogue import attack, edit_metadata
 
 PARSER = "the archive parser"
 
 
 def replace_object(folder: Path, archive: bytes, name: str = "progress.tokens") -> None:
     """Stores `archive` as the object `name`, in a file of its own."""
-    path = folder / ".metadata"
-    found: Any = pickle.loads(path.read_bytes())
-    (key,) = [key for key in found.storage_data if key.fqn == name]
-    place = found.storage_data[key]
-    place.relative_path, place.offset, place.length = "__0_5.distcp", 0, len(archive)
+    with edit_metadata(folder) as found:
+        (key,) = [key for key in found.storage_data if key.fqn == name]
+        place = found.storage_data[key]
+        place.relative_path, place.offset, place.length = "__0_5.distcp", 0, len(archive)
     (folder / "__0_5.distcp").write_bytes(archive)
-    path.write_bytes(pickle.dumps(found))
 
 
 def sound_archive(data: bytes = b"\x80\x02K\x03.", **extra: bytes) -> bytes:

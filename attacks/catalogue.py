@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 Build = Callable[[Path], None]
 
@@ -37,6 +40,15 @@ def attack(elsewhere: str, stopped_by: str, *codes: str) -> Callable[[Build], Bu
         return build
 
     return register
+
+
+@contextmanager
+def edit_metadata(folder: Path) -> Iterator[Any]:
+    """Lets the block change a directory's metadata. The directory is one that the caller has just saved."""
+    path = folder / ".metadata"
+    found = pickle.loads(path.read_bytes())  # noqa: S301
+    yield found
+    path.write_bytes(pickle.dumps(found))
 
 
 def markdown() -> str:

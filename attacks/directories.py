@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 from pathlib import Path
-from typing import Any
 
-from attacks.catalogue import attack
+from attacks.catalogue import attack, edit_metadata
 
 NAMES = "names are checked before any file is opened"
 
 
 def _move(folder: Path, name: str) -> None:
     """Makes the metadata look for everything in the file `name`."""
-    path = folder / ".metadata"
-    found: Any = pickle.loads(path.read_bytes())
-    for place in found.storage_data.values():
-        place.relative_path = name
-    path.write_bytes(pickle.dumps(found))
+    with edit_metadata(folder) as found:
+        for place in found.storage_data.values():
+            place.relative_path = name
 
 
 def _data_file(folder: Path) -> Path:
@@ -76,55 +72,45 @@ def metadata_is_a_device(folder: Path) -> None:
     "a tensor of an exabyte is allocated before it is read", "an item must be as large as its values", "SR-FILE-ITEM"
 )
 def huge_tensor(folder: Path) -> None:
-    path = folder / ".metadata"
-    found: Any = pickle.loads(path.read_bytes())
-    entry = found.state_dict_metadata["model.0.bias"]
-    entry.size = type(entry.size)((1 << 58,))
-    entry.chunks[0].sizes = type(entry.size)((1 << 58,))
-    path.write_bytes(pickle.dumps(found))
+    with edit_metadata(folder) as found:
+        entry = found.state_dict_metadata["model.0.bias"]
+        entry.size = type(entry.size)((1 << 58,))
+        entry.chunks[0].sizes = type(entry.size)((1 << 58,))
 
 
 @attack("sizes that overflow 64 bits wrap to small ones", "sizes beyond 2**62 are refused", "SR-META-ENTRY")
 def overflowing_tensor(folder: Path) -> None:
-    path = folder / ".metadata"
-    found: Any = pickle.loads(path.read_bytes())
-    entry = found.state_dict_metadata["model.0.bias"]
-    entry.size = (1 << 70, 1 << 70)
-    path.write_bytes(pickle.dumps(found))
+    with edit_metadata(folder) as found:
+        entry = found.state_dict_metadata["model.0.bias"]
+        entry.size = (1 << 70, 1 << 70)
 
 
 @attack("a product of sizes that overflows wraps to a small number", "products are exact", "SR-FILE-ITEM")
 def overflowing_product(folder: Path) -> None:
-    path = folder / ".metadata"
-    found: Any = pickle.loads(path.read_bytes())
-    entry = found.state_dict_metadata["model.0.bias"]
-    shape = type(entry.size)((1 << 40, 1 << 40))
-    entry.size = shape
-    entry.chunks[0].sizes = shape
-    entry.chunks[0].offsets = type(entry.size)((0, 0))
-    key = next(key for key in found.storage_data if key.fqn == "model.0.bias")
-    place = found.storage_data.pop(key)
-    object.__setattr__(key, "offset", type(entry.size)((0, 0)))
-    found.storage_data[key] = place
-    path.write_bytes(pickle.dumps(found))
+    with edit_metadata(folder) as found:
+        entry = found.state_dict_metadata["model.0.bias"]
+        shape = type(entry.size)((1 << 40, 1 << 40))
+        entry.size = shape
+        entry.chunks[0].sizes = shape
+        entry.chunks[0].offsets = type(entry.size)((0, 0))
+        key = next(key for key in found.storage_data if key.fqn == "model.0.bias")
+        place = found.storage_data.pop(key)
+        object.__setattr__(key, "offset", type(entry.size)((0, 0)))
+        found.storage_data[key] = place
 
 
 @attack("offsets that overflow place an item before its file", "sums are checked for sign", "SR-FILE-TRUNCATED")
 def overflowing_place(folder: Path) -> None:
-    path = folder / ".metadata"
-    found: Any = pickle.loads(path.read_bytes())
-    place = next(place for key, place in found.storage_data.items() if key.fqn == "model.0.bias")
-    place.offset, place.length = (1 << 63) - 1, (1 << 63) - 1
-    path.write_bytes(pickle.dumps(found))
+    with edit_metadata(folder) as found:
+        place = next(place for key, place in found.storage_data.items() if key.fqn == "model.0.bias")
+        place.offset, place.length = (1 << 63) - 1, (1 << 63) - 1
 
 
 @attack("one file's bytes stand for two tensors", "items may not share bytes", "SR-FILE-OVERLAP")
 def shared_place(folder: Path) -> None:
-    path = folder / ".metadata"
-    found: Any = pickle.loads(path.read_bytes())
-    places = {key.fqn: place for key, place in found.storage_data.items()}
-    places["model.1.bias"].offset = places["model.1.weight"].offset
-    path.write_bytes(pickle.dumps(found))
+    with edit_metadata(folder) as found:
+        places = {key.fqn: place for key, place in found.storage_data.items()}
+        places["model.1.bias"].offset = places["model.1.weight"].offset
 
 
 @attack("a tracker leads out of the directory", "a tracker names a plain folder beside it", "SR-PATH-TRACKER")

@@ -1,4 +1,4 @@
-"""`samerun inspect` as a user and a script see it: documents, exit codes, speed, nothing imported that is not needed."""
+"""`samerun inspect` as a user and a script see it: documents, exit codes, speed, no framework imported."""
 
 from __future__ import annotations
 

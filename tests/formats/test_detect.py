@@ -93,7 +93,7 @@ def test_what_is_not_read_is_named_and_what_was_looked_for(name: str, what: str,
 
 def test_a_single_file_is_not_read(tmp_path: Path):
     (tmp_path / "model.pt").write_bytes(b"PK")
-    with pytest.raises(UnsupportedVersion, match="torch.save"):
+    with pytest.raises(UnsupportedVersion, match=r"torch\.save"):
         open_checkpoint(tmp_path / "model.pt")
 
 

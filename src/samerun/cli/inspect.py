@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -34,12 +35,16 @@ def command(ctx: click.Context, path: str, deep: bool, to: str | None, format_na
     samerun inspect ckpt/step-1200 --deep --to dp_shard=10 --json
     """
     from samerun.cli.output import emit_json, exit_code
+    from samerun.cli.progress import bytes_progress
     from samerun.formats.detect import open_checkpoint
     from samerun.verify.structure import inspect_checkpoint
 
     checkpoint = open_checkpoint(path, format_name)
     destination = _parse_layout(to, checkpoint.state) if to is not None else None
-    report = inspect_checkpoint(checkpoint, deep=deep, destination=destination)
+    total = sum(entry.num_bytes for entry in checkpoint.state.tensors.values()) if deep else 0
+    with bytes_progress("checking", total) as progress:
+        advance = partial(progress, "checksums") if progress else None
+        report = inspect_checkpoint(checkpoint, deep=deep, destination=destination, advance=advance)
     if as_json:
         emit_json("inspect", report.to_json())
     else:
@@ -147,7 +152,8 @@ def _destination(report: InspectReport) -> str:
 
 def _table(state: LogicalState) -> Iterator[str]:
     rows: dict[str, list[Any]] = {}
-    for entry in state.tensors.values():
+    order = ("param", "master", "ema", "buffer", "optim")
+    for entry in sorted(state.tensors.values(), key=lambda entry: order.index(entry.key.role)):
         name = f"{entry.key.role}.{entry.key.slot}" if entry.key.slot else entry.key.role.value
         row = rows.setdefault(name, [0, 0, 0, {}])
         row[0] += 1

@@ -105,7 +105,8 @@ def _sources(state: LogicalState) -> dict[str, Any]:
 
 def saved_names(state: LogicalState) -> set[str]:
     """Returns the top-level names of everything saved that is neither tensor, group, scheduler nor random state."""
-    return {name.partition(".")[0] for name in _sources(state)} - set(state.rng)
+    streams = {name.partition(".")[0] for name in state.rng}  # compared by check_rng
+    return {name.partition(".")[0] for name in _sources(state)} - streams
 
 
 def saved_object(state: LogicalState, name: str) -> Any:

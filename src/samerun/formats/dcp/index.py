@@ -192,7 +192,7 @@ def _index(found: Any, file: Path, max_chunks: int) -> Index:
         for name, entry in entries.items()
         if type(entry) not in (_Tensor, _Bytes)
     )
-    if sum(len(entry.chunks) for _, entry in tensors) > max_chunks:
+    if sum(len(vars(entry)["chunks"]) for _, entry in tensors) > max_chunks:
         raise _malformed(file, "it lists more chunks than its length can hold")
     files, rows = _storage_columns(storage, file)
     placer = _Placer(storage, [name for name, _ in tensors], file)

@@ -152,8 +152,9 @@ def infer_role(
 ) -> tuple[Role, bool]:
     """Returns a model tensor's role, and whether it had to be inferred.
 
-    What an optimizer knows is a parameter. For the rest DCP records nothing, so the name, the type, membership in no
-    group, and whether it was left unsharded while the others were sharded, decide in that order.
+    What an optimizer knows is a parameter. For the rest DCP records nothing, so the name and the type decide, then
+    whether it was cut while others were (FSDP cuts parameters, frozen ones too, and leaves buffers whole), then whether
+    there are groups that it is in none of.
     """
     if tensor.fqn in optimizer_fqns:
         return Role.PARAM, False
@@ -162,10 +163,10 @@ def infer_role(
         return Role.BUFFER, True
     if last in _PARAMETER_NAMES:
         return Role.PARAM, True
-    if groups_known:
-        return Role.BUFFER, True
-    lone = usual_pieces > 1 and len(tensor.item.tiling) == 1 and len(tensor.item.shape) > 0
-    return (Role.BUFFER if lone else Role.PARAM), True
+    if usual_pieces > 1 and tensor.item.shape:
+        boxes = {offsets.tobytes() for offsets in tensor.item.tiling.offsets}  # replicas count once
+        return (Role.PARAM if len(boxes) > 1 else Role.BUFFER), True
+    return (Role.BUFFER if groups_known else Role.PARAM), True
 
 
 def usual_pieces(tensors: Iterable[ModelTensor]) -> int:
