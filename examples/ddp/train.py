@@ -153,6 +153,12 @@ def main() -> nn.Module:
             if rank == 0:
                 print(f"step {step}: loss {loss:.5f}, gradient {float(grad_norm):.5f}", flush=True)
             recorder.boundary("log", step)  # samerun
+        if step % 10 == 0:
+            with torch.no_grad():
+                held_out = evaluate()["losses"].mean()
+            if rank == 0:
+                print(f"step {step}: held-out loss {held_out:.5f}", flush=True)
+            recorder.boundary("eval", step)  # samerun
         if args.out and step == args.steps and recorder.may_save:  # samerun: may_save
             dcp.save({"app": App(model, optimizer, scheduler, sampler)}, checkpoint_id=args.out / str(step))
 

@@ -172,7 +172,13 @@ def main() -> None:
         max_microbatch=args.max_microbatch,
         seed=args.seed,
     )
-    loader = DataLoader(text, batch_sampler=sampler, collate_fn=text.collate, num_workers=args.workers)
+    loader = DataLoader(
+        text,
+        batch_sampler=sampler,
+        collate_fn=text.collate,
+        num_workers=args.workers,
+        generator=torch.Generator(),  # else every new iterator, so every resume, draws from dropout's stream
+    )
     mean = ContributionMean(mesh["dp_replicate", "dp_shard"], replicas=replicas, reduction="sum")  # samerun
 
     torch.manual_seed(args.seed + 1 + replica)  # for dropout: replicas differ, ranks of one replica agree

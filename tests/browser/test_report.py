@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import expect
 
+from samerun.core.mesh import Layout
+from samerun.plan.migration import PlannedSide
 from samerun.report.html import render_html
-from samerun.report.model import read_run
+from samerun.report.model import ReportModel, read_run
 from support.runs import enlarge, unpack_run
 
 pytestmark = pytest.mark.browser
@@ -48,7 +50,16 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             large = enlarge(model, num_updates=5000, num_tensors=10_000)
             written["large"] = root / "large.html"
             written["large"].write_text(render_html(large), encoding="utf-8")
+            written["parallel"] = root / "parallel.html"
+            written["parallel"].write_text(render_html(to_tensor_parallel(model)), encoding="utf-8")
     return written
+
+
+def to_tensor_parallel(model: ReportModel) -> ReportModel:
+    """Returns the plan of another destination, before any candidate ran: tensors are cut along both dimensions."""
+    assert model.plan is not None
+    plan = replace(model.plan, destination=PlannedSide(layout=Layout(tp=2, dp_shard=2)))
+    return replace(model, plan=plan, candidates={}, verdict=None)
 
 
 @pytest.fixture
@@ -165,6 +176,26 @@ def test_zoom_by_buttons_keys_and_dragging(open_page: Open) -> None:
     assert 2400 < first < 2600
     assert 2800 < last < 3100
     assert "NaN" not in figure.inner_html()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["promote", "parallel"])
+def test_who_owns_which_slice_is_drawn_within_its_frame(open_page: Open, name: str, width: int) -> None:
+    page = open_page(name, width).page
+    number = page.locator("#shape option").count()
+    kinds = set()
+    for index in range(number):
+        page.locator("#shape").select_option(index=index)
+        picture = page.locator("[data-owner]:visible .picture")
+        frame = picture.bounding_box()
+        kinds.add("both" in picture.get_attribute("class"))
+        for part in picture.locator("svg").all():
+            box = part.bounding_box()
+            assert box["height"] == pytest.approx(frame["height"], abs=1)
+            assert box["width"] > 15
+            assert box["x"] + box["width"] <= width
+    assert number > 4
+    assert kinds == ({False} if name == "promote" else {True, False})
 
 
 def test_a_tensor_is_chosen_and_found(open_page: Open) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from samerun.cli.judge import SHOWN_PER_CODE, print_verdict
 from samerun.cli.run import HEARTBEAT_SECONDS, TerminalProgress
-from samerun.core.tolerance import band_from_precision
+from samerun.core.tolerance import band_from_controls
 from samerun.errors import Problem
 from samerun.runner.evidence import bands_to_json
 from samerun.verify.judge import Sealed, judge
@@ -33,7 +33,7 @@ def follow(*, terminal: bool, monkeypatch: pytest.MonkeyPatch) -> str:
     progress.job_ends(32.0, "exit status 0")
     problems = tuple(Problem("SR-LOAD-PARAM", f"tensor {number} differs") for number in range(40))
     progress.stage_ends(StageResult(stage="03-load", status="fail", problems=problems, seconds=33.0))
-    band = band_from_precision("loss", 13, 2, floor=1e-6)
+    band = band_from_controls("loss", 13, [[0.0, 0.0]], factor=10, floor=1e-6)
     progress.sealed("sha256:abc", bands_to_json([band], ["noisy.bias"]))
     progress.note([Problem("SR-RUN-LEFTOVER", "two processes")])
     progress.close()

@@ -10,6 +10,7 @@ import pytest
 from samerun.errors import CorruptCheckpoint, FormatError, UnsupportedVersion, UsageError
 from samerun.formats.base import Checkpoint, Inspectable
 from samerun.formats.detect import open_checkpoint
+from samerun.verify.structure import inspect_checkpoint
 from support.corpus import corpus, needs_corpus
 from support.dcp import job_state, save
 
@@ -75,9 +76,6 @@ def test_an_unknown_format_name_lists_those_that_are_read(saved: Path):
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "DeepSpeed ZeRO"),
-        ("trainer_state.json", "Hugging Face Trainer"),
-        ("model.safetensors", "safetensors"),
         ("last.ckpt", "Lightning"),
         ("model.pt", "torch.save"),
         ("notes.txt", "nothing in it is known"),
@@ -108,7 +106,24 @@ def test_links_are_not_searched(saved: Path, tmp_path: Path):
 def test_other_formats_at_hand_are_refused_by_name():
     with pytest.raises(UnsupportedVersion, match="Megatron"):
         open_checkpoint(corpus("megatron/td016_fr_tp2pp2dp1/iter_0000010"))
-    with pytest.raises(FormatError, match="Hugging Face Trainer"):
-        open_checkpoint(corpus("torch/hf_trainer_ws2/checkpoint-5"))
     with pytest.raises(UsageError, match="SR-PATH-SEVERAL"):
         open_checkpoint(corpus("torch/dcp_pp2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "format_name"),
+    [("zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero"), ("trainer_state.json", "huggingface")],
+)
+def test_a_broken_checkpoint_of_a_known_format_is_incomplete(name: str, format_name: str, tmp_path: Path):
+    (tmp_path / name).write_text("x")
+    report = inspect_checkpoint(open_checkpoint(tmp_path)).to_json()
+    assert report["format"] == format_name
+    assert report["complete"] is False
+    assert report["resumable"]["verdict"] == "no"
+    assert any(problem["severity"] == "error" for problem in report["problems"])
+
+
+def test_a_cut_safetensors_file_is_named(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_text("x")
+    with pytest.raises(FormatError, match="SR-FILE-TRUNCATED"):
+        open_checkpoint(tmp_path)

@@ -60,7 +60,7 @@ def test_an_unrelated_ddp_script_is_moved_from_two_ranks_to_three(tmp_path: Path
         "control.vary_microbatch": 5,
         "window.updates": 10,
         "window.log_every": 5,
-        "window.eval_every": 100,
+        "window.eval_every": 10,
         "launch.command": command,
         "launch.environment": {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")},
     }

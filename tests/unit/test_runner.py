@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from samerun.core.tolerance import band_from_precision, band_from_user
+from samerun.core.tolerance import band_from_controls, band_from_user
 from samerun.errors import Problem, Severity, UsageError
 from samerun.runner.assess import assess_evaluation, check_environment, check_resumed_at, control_microbatches
 from samerun.runner.evidence import (
@@ -28,11 +28,13 @@ from samerun.runner.evidence import (
     throughput,
 )
 from samerun.runner.guarded import check_untouched, fingerprint_watched, read_fingerprint, write_fingerprint
+from samerun.runner.jobs import check_scripts
 from samerun.runner.launch import TOKEN, find_processes
 from samerun.runner.progress import Silent
 from samerun.runner.run import default_directory, parse_stage, run_migration
 from samerun.runner.rundir import RunDirectory, check_place
-from samerun.runner.stages import Work, about_control, check_resumable, check_scripts
+from samerun.runner.stages import about_control, check_resumable
+from samerun.runner.work import Work
 from samerun.stores.local import fingerprint_tree
 from samerun.trace import TraceWriter
 from samerun.verify.bands import Controls
@@ -289,7 +291,7 @@ def test_a_trace_cannot_be_changed_unnoticed(tmp_path: Path) -> None:
 def test_bands_survive_their_seal() -> None:
     bands = (
         band_from_user("loss", 13, 2, limit=1e-3, reason="because"),
-        band_from_precision("parameter_delta", 13, 2, floor=1e-5, tensor="w"),
+        band_from_controls("parameter_delta", 13, [[0.0, 0.0]], factor=10, floor=1e-5, tensor="w"),
     )
     body = json.loads(json.dumps(bands_to_json(bands, ["noisy.bias"])))
     assert bands_from_json(body) == bands
@@ -297,7 +299,9 @@ def test_bands_survive_their_seal() -> None:
 
 
 def test_an_intentional_change_is_held_to_what_was_stated_for_it() -> None:
-    bands = tuple(band_from_precision(metric, 13, 1, floor=1e-6) for metric in ("loss", "grad_norm", "eval_loss"))
+    bands = tuple(
+        band_from_controls(metric, 13, [[0.0]], factor=10, floor=1e-6) for metric in ("loss", "grad_norm", "eval_loss")
+    )
     assert judged_bands(manifest(), bands) == bands
     stated = {"from": "user", "limit": 0.1, "reason": "a tenth fewer samples"}
     changed = manifest(transition__label="intentional-change", transition__reason="why not", tolerances__loss=stated)
@@ -308,7 +312,7 @@ def test_an_evaluation_that_was_not_made() -> None:
     controls = Controls(names=("first",), observed=(make_observed(),), evaluations=(make_evaluation(),))
     found = assess_evaluation(manifest(), controls, None, ())
     assert [problem.code for problem in found.problems] == ["SR-EVAL-MISSING"]
-    bands = (band_from_precision("eval_loss", FIRST - 1, 1, floor=1e-6),)
+    bands = (band_from_controls("eval_loss", FIRST - 1, [[0.0]], factor=10, floor=1e-6),)
     clean = assess_evaluation(manifest(), controls, make_evaluation(losses=(3.0 + 1e-6, 2.5)), bands)
     assert clean.problems == ()
     assert 0.3 < clean.measured["worst"]["eval_loss"]["used"] < 0.4

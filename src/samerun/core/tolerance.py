@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from samerun.core.dtype import DTYPES, DType
@@ -146,13 +146,6 @@ def deviation(control: float, candidate: float, *, absolute: bool = False) -> fl
     return distance if absolute or control == 0 else distance / abs(control)
 
 
-def deviations(control: Sequence[float], candidate: Sequence[float], *, absolute: bool = False) -> tuple[float, ...]:
-    """Returns the deviation update by update. Raises ValueError when the two cover different numbers of updates."""
-    if len(control) != len(candidate):
-        raise ValueError(f"cannot compare {len(control)} updates with {len(candidate)}")
-    return tuple(deviation(a, b, absolute=absolute) for a, b in zip(control, candidate, strict=True))
-
-
 def running_max(values: Sequence[float]) -> tuple[float, ...]:
     """Returns, at each place, the largest value so far.
 
@@ -221,21 +214,6 @@ def band_from_controls(
     )
 
 
-def band_from_precision(
-    metric: str, first_update: int, num_updates: int, *, floor: float, absolute: bool = False, tensor: str | None = None
-) -> Band:
-    """Returns a band whose limit is the floor alone: numerical analysis without a repeated control."""
-    return Band(
-        metric=metric,
-        tensor=tensor,
-        first_update=first_update,
-        limits=(floor,) * num_updates,
-        origin="precision",
-        absolute=absolute,
-        floor=floor,
-    )
-
-
 def band_from_user(
     metric: str, first_update: int, num_updates: int, *, limit: float, reason: str, absolute: bool = False
 ) -> Band:
@@ -248,11 +226,6 @@ def band_from_user(
         absolute=absolute,
         reason=reason,
     )
-
-
-def for_tensor(band: Band, tensor: str) -> Band:
-    """Returns the same band for one named tensor."""
-    return replace(band, tensor=tensor)
 
 
 def check_band(band: Band) -> list[Problem]:

@@ -105,7 +105,7 @@ _ALL = (
         Where.LAUNCHER,
         ("SR-JOB-WORLD",),
         "the launcher starts another number of processes than the plan says",
-        replace=(("world_size=$1 layout=$2", "world_size=2 layout=dp_shard=2"),),
+        replace=(("world_size=$2 layout=$3", "world_size=2 layout=dp_shard=2"),),
     ),
     Fault(
         "accumulation",

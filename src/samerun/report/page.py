@@ -285,15 +285,15 @@ def _group(items: Iterable[Staged]) -> Iterator[Finding]:
             severity=severity,
             stage=group[0][0],
             entry=catalog.get(code),
-            instances=tuple(Instance(problem, _place(problem)) for _, problem in group[:MAX_SAME_FINDINGS]),
+            instances=tuple(Instance(problem, _place(problem.where)) for _, problem in group[:MAX_SAME_FINDINGS]),
             more=max(0, len(group) - MAX_SAME_FINDINGS),
             hint=hints.pop() if len(hints) == 1 else "",
         )
 
 
-def _place(problem: Problem) -> str:
-    """Returns where a finding is, without the stage, which its group names."""
-    return ", ".join(f"{name} {value}" for name, value in problem.where.items() if name != "stage")
+def _place(where: Mapping[str, Any]) -> str:
+    """Returns where a finding is in words, without the stage, which its group names."""
+    return ", ".join(f"{name} {value}" for name, value in where.items() if name != "stage")
 
 
 _METRIC = "numerics."
@@ -383,7 +383,8 @@ def _first_reason(reasons: Sequence[Problem]) -> str:
     if not reasons:
         return "The record names no reason."
     first, others = reasons[0], len(reasons) - 1
-    entry, place = load_catalog().get(first.code), _place(first)
+    where = {name: str(value).rpartition("/")[2] if name == "file" else value for name, value in first.where.items()}
+    entry, place = load_catalog().get(first.code), _place(where)
     text = entry.title if entry else first.message.partition("\n")[0].rstrip(":.")
     text += f" ({place})" if place else ""
     return f"{text}, and {others} further finding{'s' * (others > 1)}." if others else f"{text}."

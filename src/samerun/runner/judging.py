@@ -17,7 +17,8 @@ from samerun.runner.assess import destination_job
 from samerun.runner.evidence import bands_from_json, control_traces, hash_folder, read_observed
 from samerun.runner.progress import Silent
 from samerun.runner.rundir import RunDirectory
-from samerun.runner.stages import CONTROL, JUDGE, LOAD, RECORDER_STAGE, WINDOW, Clock, Work, assess_candidate
+from samerun.runner.stages import assess_candidate
+from samerun.runner.work import CONTROL, JUDGE, LOAD, RECORDER_STAGE, WINDOW, Clock, Work
 from samerun.verify.job import check_job
 from samerun.verify.judge import Sealed, Verdict, judge
 from samerun.verify.observed import Observed

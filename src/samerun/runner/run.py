@@ -24,7 +24,8 @@ from samerun.runner.judging import judge_run
 from samerun.runner.launch import interruptible, stop_processes
 from samerun.runner.progress import Progress, Silent
 from samerun.runner.rundir import RunDirectory
-from samerun.runner.stages import CONTROL, INSPECT, JUDGE, Work, read_digests, run_candidate, run_control, run_inspect
+from samerun.runner.stages import run_candidate, run_control, run_inspect
+from samerun.runner.work import CONTROL, INSPECT, JUDGE, Work, read_digests
 from samerun.verify.judge import Verdict
 from samerun.verify.stage import STAGES, StageResult
 

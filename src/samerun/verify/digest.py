@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -11,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from samerun.core.box import check_tiling
 from samerun.core.digest import MASK, bits_of, box_runs, complex_as_two, digest_seed, to_hex
 from samerun.core.dtype import DType
 from samerun.errors import CorruptCheckpoint, Problem
+from samerun.formats.base import coverage_problems
 
 if TYPE_CHECKING:
     from samerun.core.state import TensorEntry
@@ -89,11 +90,10 @@ def read_pieces(checkpoint: Checkpoint, key: str) -> Iterator[tuple[tuple[int, .
         CorruptCheckpoint: if they do not add up to the tensor.
     """
     entry = checkpoint.state.tensors[key]
-    pieces = unique_pieces(entry)
-    held = sum(math.prod(entry.tiling.sizes[piece].tolist()) for piece in pieces)
-    if held != entry.num_elements:
-        raise CorruptCheckpoint(_not_whole(entry, held))
-    for piece in pieces:
+    problems = coverage_problems(str(entry.key), check_tiling(entry.shape, entry.tiling))
+    if problems:
+        raise CorruptCheckpoint(problems)
+    for piece in unique_pieces(entry):
         yield tuple(entry.tiling.offsets[piece].tolist()), checkpoint.read_piece(key, piece)
 
 
@@ -104,18 +104,6 @@ def unique_pieces(entry: TensorEntry) -> list[int]:
         if sizes.all():
             seen.setdefault(offsets.tobytes() + sizes.tobytes(), piece)
     return list(seen.values())
-
-
-def _not_whole(entry: TensorEntry, held: int) -> Problem:
-    gap = held < entry.num_elements
-    return Problem(
-        "SR-COV-GAP" if gap else "SR-COV-OVERLAP",
-        "part of the tensor is in no piece" if gap else "pieces of the tensor overlap without being replicas",
-        where={"tensor": str(entry.key)},
-        expected=f"{entry.num_elements} elements",
-        found=f"{held} elements",
-        hint="`samerun inspect` shows which part",
-    )
 
 
 def digest_checkpoint(

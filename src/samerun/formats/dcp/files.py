@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -26,7 +26,6 @@ class DataFile:
     name: str
     path: Path
     found_bytes: int | None
-    modified_ns: int = 0
 
 
 def find_files(root: Path, index: Index) -> tuple[tuple[DataFile, ...], list[Problem]]:
@@ -63,7 +62,7 @@ def _find_file(root: Path, real_root: str, name: str, count: int) -> tuple[Probl
         return _escapes(root, name, "the file is a link that leads out of the checkpoint's directory"), absent
     if not stat.S_ISREG(found.st_mode):
         return _special(path), absent
-    return None, DataFile(name, path, found.st_size, found.st_mtime_ns)
+    return None, DataFile(name, path, found.st_size)
 
 
 def _escapes(root: Path, name: str, message: str) -> Problem:
@@ -206,12 +205,3 @@ def ranks_of(names: Iterable[str]) -> tuple[int, ...]:
     """Returns the ranks that data files name themselves after, in order."""
     found = {int(match.group(1)) for name in names if (match := DATA_FILE.match(name.rpartition("/")[2]))}
     return tuple(sorted(found))
-
-
-def newest_gap_seconds(files: Mapping[str, int], metadata_ns: int) -> tuple[str, float] | None:
-    """Returns the data file that was written longest after the metadata, and how long after, if any was."""
-    later = {name: (modified - metadata_ns) / 1e9 for name, modified in files.items() if modified > metadata_ns}
-    if not later:
-        return None
-    name = max(later, key=lambda item: later[item])
-    return name, later[name]

@@ -85,7 +85,7 @@ class Cutter:
             return name, whole(shape)
         held = self._names.shapes.get((stage, name), {})
         shapes = [held.get(number, shape) for number in range(self._degree)]
-        found = self.slicer.cut(name, rank, shapes)
+        found = self.slicer.cut(name, rank, shapes) if shapes[rank] == shape else None
         if found is not None:
             return name, found
         self._names.unplaced.setdefault(name)

@@ -150,7 +150,7 @@ def _states_by_group(base: dict[Any, Any], groups: list[dict[Any, Any]], count: 
     found: list[Any] = []
     for number in range(max(count, len(groups))):
         listed = as_list(groups[number].get("params")) if number < len(groups) else []
-        found.append(state.get(listed[0] if len(listed) == 1 else number))
+        found.append(state.get(listed[0] if len(listed) == 1 and as_count(listed[0]) is not None else number))
     return found
 
 

@@ -74,7 +74,7 @@ class Slicer:
             return whole(shapes[0])
         entry = self._affine_entry(name)
         if entry is not None:
-            return _from_affine(entry, rank, self.degree)
+            return _from_affine(entry, rank, self.degree, shapes[rank])
         if not self.known:
             return None
         if self._matches("tp_replicated_parameter_patterns", name) or self._matches(
@@ -136,24 +136,44 @@ class Slicer:
         return Slice(shape, tuple(kept))
 
 
-def _from_affine(entry: Mapping[Any, Any], rank: int, degree: int) -> Slice | None:
+def _from_affine(entry: Mapping[Any, Any], rank: int, degree: int, found_shape: tuple[int, ...]) -> Slice | None:
     shape = as_shape(entry.get("logical_shape"))
     ranks = as_dict(entry.get("ranks"))
     mine = as_dict(ranks.get(rank, ranks.get(str(rank))))
     held = as_shape(mine.get("shard_shape"))
-    if shape is None or held is None:
+    if shape is None or held != found_shape or held is None:
         return None
     blocks: list[Block] = []
     scales: list[float] = []
     everywhere = True
     for piece in map(as_dict, as_list(mine.get("pieces"))):
-        (full_start, full_strides), (start, strides) = piece["source"], piece["dest"]
-        found = strided_blocks(piece["shape"], (start, strides, held), (full_start, full_strides, shape))
+        found, scale = _blocks_of(piece, held, shape), piece.get("scale", 1.0)
+        if found is None or not isinstance(scale, int | float) or scale == 0:
+            return None
         blocks += found
-        scales += [float(piece.get("scale", 1.0))] * len(found)
+        scales += [float(scale)] * len(found)
         everywhere = everywhere and len(as_list(piece.get("locations"))) == degree
     scaled = any(scale != 1.0 for scale in scales)
     return Slice(shape, tuple(blocks), everywhere and bool(blocks), tuple(scales) if scaled else ())
+
+
+def _blocks_of(piece: Mapping[Any, Any], held: tuple[int, ...], shape: tuple[int, ...]) -> list[Block] | None:
+    """Returns a piece of an affine map as blocks; None if it is malformed or reaches outside a tensor."""
+    sizes = as_shape(piece.get("shape"))
+    source, target = _view(piece.get("source")), _view(piece.get("dest"))
+    if sizes is None or source is None or target is None or not len(sizes) == len(source[1]) == len(target[1]):
+        return None
+    try:
+        return strided_blocks(sizes, (target[0], target[1], held), (source[0], source[1], shape))
+    except ValueError:
+        return None
+
+
+def _view(value: Any) -> tuple[int, tuple[int, ...]] | None:
+    """Returns where a strided view begins, and its strides."""
+    parts = as_list(value)
+    start, strides = (as_count(parts[0]), as_shape(parts[1])) if len(parts) == 2 else (None, None)
+    return None if start is None or strides is None else (start, strides)
 
 
 def _cut_along(axis: int, rank: int, shapes: Sequence[tuple[int, ...]]) -> Slice:

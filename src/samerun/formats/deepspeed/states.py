@@ -21,6 +21,7 @@ KNOWN_CLASSES = (
     "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
 )
 _END_BYTES = 22
+_MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 1 << 60
 _RESTORE = "restore the file from the source; nothing else holds these values"
 
 
@@ -148,7 +149,7 @@ def enum_number(value: Any, file: StateFile, files: MappedFiles) -> int | float 
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
-        return value
+        return value if isinstance(value, float) or abs(value) < _MOST_ELEMENTS else None
     if isinstance(value, TensorRef) and _product(value.shape) == 1 and value.dtype.kind != "complex":
         return read_tensor(value, file, files).reshape(-1)[0].item()
     return None
@@ -184,13 +185,13 @@ def as_list(value: Any) -> list[Any]:
 
 
 def as_shape(value: Any) -> tuple[int, ...] | None:
-    """Returns a shape if the value is one."""
-    sizes = as_list(value)
-    if value is None or any(not isinstance(size, int) or isinstance(size, bool) or size < 0 for size in sizes):
+    """Returns a shape if the value is one, of a tensor that a file could hold."""
+    if not isinstance(value, list) or len(value) > _MOST_DIMENSIONS or any(as_count(size) is None for size in value):
         return None
-    return tuple(sizes) if isinstance(value, list) else None
+    return tuple(value) if _product(tuple(max(1, size) for size in value)) < _MOST_ELEMENTS else None
 
 
 def as_count(value: Any) -> int | None:
     """Returns a whole number of at least 0 if the value is one."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    counts = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST_ELEMENTS
+    return value if counts else None

@@ -69,6 +69,8 @@ def _orders(
 
 
 def _map_of(source: Source, optim: OptimStates, number: int, order: tuple[Shapes, bool]) -> dict[str, tuple[int, int]]:
+    if number >= len(optim.shards):
+        return {}
     shapes, aligned = order
     settings = optim.groups[number] if number < len(optim.groups) else {}
     place = place_of(source, optim, number, settings)

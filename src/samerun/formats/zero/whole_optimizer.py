@@ -102,7 +102,7 @@ class _Adder:
             members: list[_Member] = []
             for position, index in enumerate(as_list(group.get("params"))):
                 master = own[position] if position < len(own) and isinstance(own[position], TensorRef) else None
-                slots = as_dict(states.get(index))
+                slots = as_dict(states.get(index)) if as_count(index) is not None else {}
                 members.append(
                     _Member(
                         as_count(index) or 0,
