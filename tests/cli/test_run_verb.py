@@ -10,9 +10,8 @@ from rich.console import Console
 
 from samerun.cli.judge import SHOWN_PER_CODE, print_verdict
 from samerun.cli.run import HEARTBEAT_SECONDS, TerminalProgress
-from samerun.core.tolerance import band_from_controls
+from samerun.core.tolerance import band_from_controls, bands_to_json
 from samerun.errors import Problem
-from samerun.runner.evidence import bands_to_json
 from samerun.verify.judge import Sealed, judge
 from samerun.verify.stage import STAGES, StageResult
 

@@ -26,6 +26,7 @@ ALWAYS_ASKED = {
     "batch.option",
     "transition.label",
     "control.kind",
+    "control.vary_microbatch",
     "window.log_every",
     "window.eval_every",
     "launch.command",
@@ -95,6 +96,7 @@ def test_the_configuration_in_a_checkpoint_is_used_and_named() -> None:
             "source.microbatch": 2,
             "source.accumulation": 4,
             "batch.global_batch": 32,
+            "control.vary_microbatch": 1,
             "window.log_every": 10,
         }
         assert {key: document.value(key) for key in told} == told

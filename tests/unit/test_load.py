@@ -303,6 +303,23 @@ def test_objects(job: toy.Job, found: dict[str, Any]) -> None:
     assert (problem.where["key"], problem.found) == ("progress.samples", 0)
     flat = lambda objects: {f"progress.{name}": value for name, value in objects["progress"].items()}  # noqa: E731
     assert check(save(job, objects=flat), found) == []
+
+
+def test_objects_inside_an_object_of_the_program(job: toy.Job, found: dict[str, Any]) -> None:
+    inside = save(job, objects=lambda objects: {"app": objects})
+    flat = save(job, objects=lambda objects: {f"app.{k}.{n}": v for k, o in objects.items() for n, v in o.items()})
+    wrong = copy.deepcopy(found)
+    wrong["objects"]["progress"]["samples"] = 0
+    for saved in (inside, flat):
+        assert check(saved, found) == []
+        assert only(check(saved, wrong), "SR-LOAD-OBJECT").where["key"] == "progress.samples"
+        untold = check(saved, found | {"objects": {}})
+        assert codes(untold, Severity.NOTE) == {"SR-LOAD-OBJECT"}
+    twice = save(job, objects=lambda objects: {"app": objects, "old": objects})
+    assert codes(check(twice, found), Severity.WARNING) == {"SR-LOAD-OBJECT"}  # which of the two cannot be told
+
+
+def test_objects_that_only_one_side_has(job: toy.Job, found: dict[str, Any]) -> None:
     unsaved = check(save(job), found | {"objects": {**found["objects"], "scaler": {"scale": 1.0}}})
     assert codes(unsaved) == set()
     assert codes(unsaved, Severity.WARNING) == {"SR-LOAD-OBJECT"}

@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 
-from samerun.core.tolerance import band_from_controls, band_from_user
+from samerun.core.tolerance import band_from_controls, band_from_user, bands_from_json, bands_to_json
 from samerun.errors import Problem, Severity, UsageError
 from samerun.runner.assess import assess_evaluation, check_environment, check_resumed_at, control_microbatches
 from samerun.runner.evidence import (
-    bands_from_json,
-    bands_to_json,
     control_traces,
     hash_folder,
     judged_bands,

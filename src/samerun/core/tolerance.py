@@ -228,6 +228,23 @@ def band_from_user(
     )
 
 
+def bands_to_json(bands: Sequence[Band], noise: Sequence[str]) -> dict[str, Any]:
+    """Returns the sealed form: a band by metric, one by tensor for `parameter_delta`, and the tensors left out."""
+    body: dict[str, Any] = {"parameter_delta": {}, "noise": list(noise)}
+    for band in bands:
+        if band.tensor is not None:
+            body["parameter_delta"][band.tensor] = band.to_json()
+        else:
+            body[band.metric] = band.to_json()
+    return body
+
+
+def bands_from_json(body: Mapping[str, Any]) -> tuple[Band, ...]:
+    """Reads `bands_to_json` back."""
+    whole = [Band.from_json(item) for name, item in body.items() if name not in ("parameter_delta", "noise")]
+    return (*whole, *(Band.from_json(item) for item in body["parameter_delta"].values()))
+
+
 def check_band(band: Band) -> list[Problem]:
     """Returns a finding when the band judges nothing: the controls disagree too much, or the floor is too high.
 

@@ -127,7 +127,7 @@ def draft_manifest(
     _put_batch(draft, facts)
     _put_declare(draft, facts)
     _put_transition(draft)
-    _put_control(draft)
+    _put_control(draft, facts)
     _put_tolerances(draft, facts)
     _put_window(draft, facts)
     _put_launch(draft)
@@ -343,13 +343,17 @@ def _put_transition(draft: _Draft) -> None:
     draft.put("reason", None, "for every label but continuation")
 
 
-def _put_control(draft: _Draft) -> None:
+def _put_control(draft: _Draft, facts: _Facts) -> None:
     draft.section("control")
     kinds = "original-layout (samerun resumes it there), continuation or trace (a record made elsewhere)"
     draft.put("kind", Ask(f"what is the candidate compared with: {kinds}?"))
     draft.put("trace", None, "the record's directory, with kinds continuation and trace")
     draft.put("repeats", 2, "runs of the control, to see how much it varies by itself")
-    draft.put("vary_microbatch", None, "max_microbatch of the second one, to vary the order of additions")
+    micro = facts.count("microbatch")
+    varied = micro // 2 if micro and micro > 1 else None
+    question = "which smaller microbatch shall the second control use, such as 1? null repeats the first as it is"
+    comment = "max_microbatch of the second one: the same batch, added up in another order"
+    draft.put("vary_microbatch", varied or Ask(question), comment)
 
 
 def _put_tolerances(draft: _Draft, facts: _Facts) -> None:
@@ -374,7 +378,8 @@ def _put_window(draft: _Draft, facts: _Facts) -> None:
     for name, does in (("log_every", "log"), ("eval_every", "evaluate")):
         configured = facts.count(name)
         comment = "from the checkpoint's configuration" if configured else ""
-        draft.put(name, configured or Ask(f"every how many updates does the job {does}?"), comment)
+        question = f"every how many updates does the job {does}? null if it never does"
+        draft.put(name, configured or Ask(question), comment)
 
 
 def _put_launch(draft: _Draft) -> None:

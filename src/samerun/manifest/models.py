@@ -249,8 +249,12 @@ class Window(Section):
     """How far the candidate is followed."""
 
     updates: Positive = Field(20, description="Updates that the candidate runs beside the control.")
-    log_every: Positive = Field(description="The job logs at every multiple of this many updates.")
-    eval_every: Positive = Field(description="The job evaluates at every multiple of this many updates.")
+    log_every: Positive | None = Field(
+        description="The job logs at every multiple of this many updates; null if it never does while it trains."
+    )
+    eval_every: Positive | None = Field(
+        description="The job evaluates at every multiple of this many updates; null if it never does while it trains."
+    )
 
 
 class Launch(Section):

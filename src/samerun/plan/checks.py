@@ -240,8 +240,8 @@ def check_window(manifest: Manifest) -> Iterator[Problem]:
     """Yields the boundaries that the window does not cross."""
     window, done = manifest.window, manifest.progress.update
     for name in ("log_every", "eval_every"):
-        every = getattr(window, name)
-        if (done + window.updates) // every == done // every:
+        every: int | None = getattr(window, name)
+        if every is not None and (done + window.updates) // every == done // every:
             needed = every - done % every
             yield Problem(
                 "SR-PLAN-WINDOW",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from samerun.core.tolerance import Band
+from samerun.core.tolerance import Band, bands_from_json
 from samerun.errors import Problem, SamerunError, UsageError
 from samerun.manifest.models import Manifest
 from samerun.manifest.seal import SealRecord
@@ -235,9 +235,7 @@ def _read_bands(files: RunFiles, seals: SealRecord | None) -> tuple[tuple[Band, 
         return (), ()
     body = seals.current.tolerances
     try:
-        whole = [Band.from_json(item) for name, item in body.items() if name not in ("parameter_delta", "noise")]
-        each = [Band.from_json(item) for item in body.get("parameter_delta", {}).values()]
-        return (*whole, *each), tuple(map(str, body.get("noise", ())))
+        return bands_from_json(body), tuple(map(str, body.get("noise", ())))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         files.broken("sealed.json (tolerances)", error, "No band is drawn.")
         return (), ()

@@ -61,8 +61,9 @@ def control_microbatches(manifest: Manifest, count: int) -> list[int]:
 
 
 def boundaries_of(manifest: Manifest) -> tuple[tuple[str, int], ...]:
-    """Returns the boundaries that the window must cross, with their period in updates."""
-    return (("log", manifest.window.log_every), ("eval", manifest.window.eval_every))
+    """Returns the boundaries that the window must cross, with their period in updates: those that the job has."""
+    periods = (("log", manifest.window.log_every), ("eval", manifest.window.eval_every))
+    return tuple((name, period) for name, period in periods if period is not None)
 
 
 def window_plan(

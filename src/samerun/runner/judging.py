@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from samerun import __version__
+from samerun.core.tolerance import bands_from_json
 from samerun.errors import Problem, has_errors
 from samerun.manifest.models import Manifest
 from samerun.manifest.read import read_document, require_manifest
 from samerun.manifest.seal import SealRecord, check_record, check_seal
 from samerun.plan.migration import MigrationPlan
 from samerun.runner.assess import destination_job
-from samerun.runner.evidence import bands_from_json, control_traces, hash_folder, read_observed
+from samerun.runner.evidence import control_traces, hash_folder, read_observed
 from samerun.runner.progress import Silent
 from samerun.runner.rundir import RunDirectory
 from samerun.runner.stages import assess_candidate

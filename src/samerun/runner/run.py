@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from samerun.core.tolerance import Band
+from samerun.core.tolerance import Band, bands_from_json, bands_to_json
 from samerun.errors import Problem, Severity, StalePlan, UsageError
 from samerun.manifest.read import Document, read_document, require_manifest
 from samerun.manifest.seal import SealRecord, check_record, check_seal, reseal, seal
 from samerun.plan.migration import MigrationPlan, plan_migration
 from samerun.runner.evidence import (
-    bands_from_json,
-    bands_to_json,
     control_traces,
     hash_folder,
     read_controls,

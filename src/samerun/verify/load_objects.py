@@ -73,7 +73,7 @@ def check_objects(loaded: Loaded) -> list[Problem]:
             hint = "the object was not restored, or was changed after it was"
             problems += _leaf_problems("SR-LOAD-OBJECT", name, saved, value, declared, hint)
     compared = {*found, "scheduler", *_CONFIG_NAMES}
-    for name in sorted(saved_names(loaded.state) - compared):
+    for name in _left_out(loaded.state, compared):
         problems.append(
             Problem(
                 "SR-LOAD-OBJECT",
@@ -103,25 +103,57 @@ def _sources(state: LogicalState) -> dict[str, Any]:
     return {**state.objects, **state.data}
 
 
-def saved_names(state: LogicalState) -> set[str]:
-    """Returns the top-level names of everything saved that is neither tensor, group, scheduler nor random state."""
+def _left_out(state: LogicalState, compared: set[str]) -> list[str]:
+    """Returns the top-level names of what is saved beside tensors, groups, scheduler and random state, uncompared."""
+    sources = _sources(state)
     streams = {name.partition(".")[0] for name in state.rng}  # compared by check_rng
-    return {name.partition(".")[0] for name in _sources(state)} - streams
+    places = tuple(f"{place}." for name in compared for place in (name, *_places(sources, name)))
+    left = {path.partition(".")[0] for path in _outline(sources) if not f"{path}.".startswith(places)}
+    return sorted(left - streams)
 
 
 def saved_object(state: LogicalState, name: str) -> Any:
-    """Returns what a checkpoint holds under `name` as plain data, joined again if it was flattened; else `MISSING`."""
-    sources = _sources(state)
-    if name in sources:
-        return plain(sources[name], name)
-    inner = {key[len(name) + 1 :]: value for key, value in sources.items() if key.startswith(f"{name}.")}
-    if inner:
-        return plain(_unflatten(inner), name)
+    """Returns what a checkpoint holds under `name` as plain data, joined again if it was flattened; else `MISSING`.
+
+    A program may save its objects inside one of its own (`app.sampler`): where `name` stands in exactly one place, that
+    is the one which is meant.
+    """
+    places = _places(_sources(state), name)
+    if name in places or len(places) == 1:
+        return plain(places[name] if name in places else next(iter(places.values())), name)
     if name == "progress":
         known = {field: getattr(state.progress, field) for field in ("update", "samples", "tokens", "epoch")}
         known = {field: value for field, value in known.items() if value is not None}
         return known or MISSING
     return MISSING
+
+
+def _places(sources: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns what is saved under `name` by its dotted place, at whatever depth it lies."""
+    found: dict[str, Any] = {}
+    for key, value in sources.items():
+        at = f".{key}.".find(f".{name}.")
+        place = key[: at + len(name)]
+        if at >= 0 and place not in found:
+            inner = {path[len(place) + 1 :]: item for path, item in sources.items() if path.startswith(f"{place}.")}
+            found[place] = value if place == key else _unflatten(inner)
+        elif at < 0 and isinstance(value, Mapping):
+            items = cast("Mapping[Any, Any]", value).items()
+            nested = _places({str(inner): item for inner, item in items}, name)
+            found |= {f"{key}.{path}": item for path, item in nested.items()}
+    return found
+
+
+def _outline(sources: Mapping[str, Any]) -> list[str]:
+    """Returns the dotted paths of everything saved, mappings opened."""
+    paths: list[str] = []
+    for name, value in sources.items():
+        if isinstance(value, Mapping) and value:
+            items = cast("Mapping[Any, Any]", value).items()
+            paths += [f"{name}.{path}" for path in _outline({str(key): item for key, item in items})]
+        else:
+            paths.append(name)
+    return paths
 
 
 def _unflatten(flat: Mapping[str, Any]) -> Any:
