@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samerun.core.links import Link, compose, whole
@@ -79,6 +79,7 @@ def test_every_step_is_what_numpy_does_and_can_be_undone(step: Step, arrays: Arr
     assert [array.tolist() for array in kept] == [array.tolist() for array in arrays]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.booleans())
 def test_steps_compose(layers: int, groups: int, per_group: int, width: int, turned: bool) -> None:
     heads = groups * per_group

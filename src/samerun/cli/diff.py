@@ -31,7 +31,7 @@ def command(ctx: click.Context, a: str, b: str, rtol: float, atol: float, map_fi
     \b
     samerun diff ckpt/step-100 moved/step-100
     samerun diff a b --rtol 1e-5 --map names.yaml --json
-    samerun diff megatron/iter_0000100 hf-model --map megatron-to-llama,heads=32,groups=8
+    samerun diff iter_0000100 hf-model --map megatron-to-llama,heads=32,groups=8
     """
     from samerun.cli.progress import bytes_progress
     from samerun.formats.detect import open_checkpoint
