@@ -44,7 +44,7 @@ def command(ctx: click.Context, a: str, b: str, rtol: float, atol: float, map_fi
         right = open_checkpoint(b)
         try:
             if names is not None:
-                _require_used(names, list(left.state.tensors), map_file or "")
+                require_used(names, list(left.state.tensors), map_file or "")
             total = sum(entry.num_bytes for entry in left.state.tensors.values())
             with bytes_progress("comparing", total) as progress:
                 result = compare_checkpoints(left, right, rtol=rtol, atol=atol, names=names, progress=progress)
@@ -88,7 +88,8 @@ def read_name_map(file: str) -> NameMap:
         ) from None
 
 
-def _require_used(names: NameMap, keys: list[str], file: str) -> None:
+def require_used(names: NameMap, keys: list[str], file: str) -> None:
+    """Raises UsageError if a rule of the map fits no key: it is usually a misspelt one."""
     unused = names.unused(keys)
     if unused:
         raise UsageError(
