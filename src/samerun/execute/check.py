@@ -59,7 +59,7 @@ def check_plan(plan: ConversionPlan, state: LogicalState) -> list[Problem]:
                 found = "some values would be written twice"
             problems.append(
                 _wrong(
-                    "SR-PLAN-COPIES",
+                    "SR-COPY-VALUES",
                     f"a box of {plan.keys[int(slots.tensor[i])]} is not written exactly once: {found}",
                     tensor=plan.keys[int(slots.tensor[i])],
                     file=plan.destination.files[int(slots.file[i])].path,
@@ -84,21 +84,21 @@ def _check_paths(destination: DestinationPlan) -> list[Problem]:
     problems: list[Problem] = []
     paths = [file.path for file in destination.files]
     if destination.single_file and len(paths) != 1:
-        problems.append(_wrong("SR-PLAN-PATH", f"one file was announced, {len(paths)} are planned"))
+        problems.append(_wrong("SR-COPY-PATH", f"one file was announced, {len(paths)} are planned"))
     if not paths:
-        problems.append(_wrong("SR-PLAN-PATH", "no file is planned"))
+        problems.append(_wrong("SR-COPY-PATH", "no file is planned"))
     problems += [
-        _wrong("SR-PLAN-PATH", f"the path {path!r} {why}", file=path) for path in paths if (why := why_unsafe(path))
+        _wrong("SR-COPY-PATH", f"the path {path!r} {why}", file=path) for path in paths if (why := why_unsafe(path))
     ]
     known = set(paths)
     if len(known) < len(paths):
         twice = sorted({path for path in paths if paths.count(path) > 1})
-        problems.append(_wrong("SR-PLAN-PATH", f"files are planned twice: {', '.join(twice[:8])}", file=twice[0]))
+        problems.append(_wrong("SR-COPY-PATH", f"files are planned twice: {', '.join(twice[:8])}", file=twice[0]))
     for path in sorted(known):
         parts = path.split("/")
         above = next(("/".join(parts[:n]) for n in range(1, len(parts)) if "/".join(parts[:n]) in known), None)
         if above is not None:
-            problems.append(_wrong("SR-PLAN-PATH", f"{above!r} would be a file and a directory", file=path))
+            problems.append(_wrong("SR-COPY-PATH", f"{above!r} would be a file and a directory", file=path))
     return problems
 
 
@@ -127,20 +127,20 @@ def _check_tensors(destination: DestinationPlan, state: LogicalState, embedded: 
     problems: list[Problem] = []
     planned = [slots.key for slots in destination.tensors]
     unknown = [key for key in planned if key not in state.tensors]
-    problems += [_wrong("SR-PLAN-TENSOR", f"{key} is not a tensor of the source", tensor=key) for key in unknown]
+    problems += [_wrong("SR-COPY-TENSOR", f"{key} is not a tensor of the source", tensor=key) for key in unknown]
     if len(set(planned)) < len(planned):
         twice = sorted({key for key in planned if planned.count(key) > 1})
-        problems.append(_wrong("SR-PLAN-TENSOR", f"tensors are planned twice: {', '.join(twice[:8])}", tensor=twice[0]))
+        problems.append(_wrong("SR-COPY-TENSOR", f"tensors are planned twice: {', '.join(twice[:8])}", tensor=twice[0]))
     accounted = {*planned, *destination.dropped, *embedded}
     problems += [
-        _wrong("SR-PLAN-FORGOTTEN", f"{key} is neither written nor named as dropped", tensor=key)
+        _wrong("SR-COPY-FORGOTTEN", f"{key} is neither written nor named as dropped", tensor=key)
         for key in state.tensors
         if key not in accounted
     ]
     known = [slots for slots in destination.tensors if slots.key in state.tensors]
     fitting = [slots for slots in known if slots.offsets.shape[1] == len(state.tensors[slots.key].shape)]
     problems += [
-        _wrong("SR-PLAN-TENSOR", f"the boxes of {slots.key} have another number of dimensions", tensor=slots.key)
+        _wrong("SR-COPY-TENSOR", f"the boxes of {slots.key} have another number of dimensions", tensor=slots.key)
         for slots in known
         if slots.offsets.shape[1] != len(state.tensors[slots.key].shape)
     ]
@@ -153,7 +153,7 @@ def _check_tensors(destination: DestinationPlan, state: LogicalState, embedded: 
             continue
         problems.append(
             _wrong(
-                "SR-PLAN-TENSOR",
+                "SR-COPY-TENSOR",
                 f"the boxes of {slots.key} do not cover it exactly: {_counted(coverage.missing_elements)} missing, "
                 f"{_counted(coverage.shared_elements)} written twice, {len(coverage.outside)} boxes outside",
                 tensor=slots.key,
@@ -178,9 +178,11 @@ def _slot_spans(destination: DestinationPlan, problems: list[Problem]) -> dict[i
     size = np.concatenate([np.prod(slots.sizes, axis=1) * slots.dtype.num_bytes for slots in destination.tensors])
     bad = (file < 0) | (file >= len(destination.files))
     if bad.any():
-        problems.append(_wrong("SR-PLAN-BYTES", f"{int(bad.sum())} boxes go into files that are not planned"))
+        problems.append(_wrong("SR-COPY-BYTES", f"{int(bad.sum())} boxes go into files that are not planned"))
     spans: dict[int, list[tuple[int, int]]] = {}
     kept = np.flatnonzero(~bad & (size > 0))
+    if not len(kept):
+        return spans
     order = kept[np.lexsort((at[kept], file[kept]))]
     numbers, firsts = np.unique(file[order], return_index=True)
     for number, rows in zip(numbers.tolist(), np.split(order, firsts[1:]), strict=True):
@@ -194,15 +196,15 @@ def _check_file(file: FilePlan, slots: list[tuple[int, int]]) -> list[Problem]:
     spans = sorted(span for span in (*literals, *fills, *slots) if span[1] != span[0])
     problems: list[Problem] = []
     if any(fill.size < 0 for fill in file.fills) or file.size < 0:
-        problems.append(_wrong("SR-PLAN-BYTES", "a size is negative", file=file.path))
+        problems.append(_wrong("SR-COPY-BYTES", "a size is negative", file=file.path))
     if spans and (spans[0][0] < 0 or max(stop for _, stop in spans) > file.size):
-        problems.append(_wrong("SR-PLAN-BYTES", f"bytes lie outside the {file.size} of the file", file=file.path))
+        problems.append(_wrong("SR-COPY-BYTES", f"bytes lie outside the {file.size} of the file", file=file.path))
     edges = [(0, 0), *spans, (file.size, file.size)]
     for before, after in pairwise(edges):
         if before[1] != after[0]:
             what = "are written twice" if after[0] < before[1] else "are written by nothing"
             first, last = min(before[1], after[0]), max(before[1], after[0])
-            problems.append(_wrong("SR-PLAN-BYTES", f"bytes {first} to {last} {what}", file=file.path))
+            problems.append(_wrong("SR-COPY-BYTES", f"bytes {first} to {last} {what}", file=file.path))
             break
     return [*problems, *_check_checksums(file)]
 
@@ -218,20 +220,20 @@ def _check_checksums(file: FilePlan) -> list[Problem]:
     for checksum in file.checksums:
         if not 0 <= checksum.start <= checksum.stop <= file.size:
             what = f"bytes {checksum.start} to {checksum.stop} are not in the file"
-            problems.append(_wrong("SR-PLAN-CHECKSUM", what, file=file.path))
+            problems.append(_wrong("SR-COPY-CHECKSUM", what, file=file.path))
     for place in places:
         number = bisect_right(home_starts, place) - 1
         content = homes[number].content[place - homes[number].at :][:_CHECKSUM_BYTES] if number >= 0 else b""
         if len(content) < _CHECKSUM_BYTES:
             problems.append(
-                _wrong("SR-PLAN-CHECKSUM", f"the checksum's place {place} is in no literal", file=file.path)
+                _wrong("SR-COPY-CHECKSUM", f"the checksum's place {place} is in no literal", file=file.path)
             )
         elif any(content):
-            problems.append(_wrong("SR-PLAN-CHECKSUM", f"the literal holds other bytes at {place}", file=file.path))
+            problems.append(_wrong("SR-COPY-CHECKSUM", f"the literal holds other bytes at {place}", file=file.path))
         before = bisect_left(range_starts, place + _CHECKSUM_BYTES)
         if before and ends[before - 1] > place:
             what = f"the place {place} lies inside checksummed bytes"
-            problems.append(_wrong("SR-PLAN-CHECKSUM", what, file=file.path))
+            problems.append(_wrong("SR-COPY-CHECKSUM", what, file=file.path))
     if any(after - before < _CHECKSUM_BYTES for before, after in pairwise(places)):
-        problems.append(_wrong("SR-PLAN-CHECKSUM", "two checksums share a place", file=file.path))
+        problems.append(_wrong("SR-COPY-CHECKSUM", "two checksums share a place", file=file.path))
     return problems
