@@ -302,6 +302,7 @@ def carry_out(
             prepared.source.path.resolve(),
             plan.source_fingerprint,
             work,
+            files=[file.path for file in plan.destination.files],
             single_file=plan.destination.single_file,
         )
     except OSError as error:

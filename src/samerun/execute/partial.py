@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,10 +132,13 @@ class Partial:
         self.journal.close()
 
 
-def open_partial(place: Path, source: Path, source_fingerprint: str, plan_hash: str, *, single_file: bool) -> Partial:
+def open_partial(
+    place: Path, source: Path, source_fingerprint: str, plan_hash: str, *, files: Collection[str], single_file: bool
+) -> Partial:
     """Opens the directory in which a destination is built, keeping what an equal attempt left, and nothing else.
 
-    What other attempts for the same destination left is removed, unless one of them is still running.
+    `files` are the relative paths that the plan writes: a directory with any other file in it is not kept. What other
+    attempts for the same destination left is removed, unless one of them is still running.
 
     Raises:
         UsageError: if another process is building this destination.
@@ -158,7 +161,7 @@ def open_partial(place: Path, source: Path, source_fingerprint: str, plan_hash: 
     if not _locked(lock):
         os.close(lock)
         raise UsageError(_busy(folder))
-    partial = _take_up(place, folder, header, single_file=single_file)
+    partial = _take_up(place, folder, header, frozenset(files), single_file=single_file)
     partial.notes[:0] = notes
     partial.journal.hold(lock)
     if single_file and os.path.lexists(beside := proof_beside(place)) and not _is_proof(beside):
@@ -167,7 +170,9 @@ def open_partial(place: Path, source: Path, source_fingerprint: str, plan_hash: 
     return partial
 
 
-def _take_up(place: Path, folder: Path, header: Mapping[str, Any], *, single_file: bool) -> Partial:
+def _take_up(
+    place: Path, folder: Path, header: Mapping[str, Any], files: frozenset[str], *, single_file: bool
+) -> Partial:
     """Keeps what is in `folder` if its journal is for the same work and something was done; otherwise empties it."""
     path = folder / _JOURNAL
     payload = folder / place.name
@@ -175,7 +180,8 @@ def _take_up(place: Path, folder: Path, header: Mapping[str, Any], *, single_fil
         done = read_journal(path)
     except OSError:
         done = None
-    if done is not None and done.units and {**done.header, **header} == done.header and payload.exists():
+    same = done is not None and done.units and {**done.header, **header} == done.header
+    if done is not None and same and _only_planned(payload, files, single_file=single_file):
         (folder / _PROOF).unlink(missing_ok=True)
         if not single_file:
             (payload / PROOF_NAME).unlink(missing_ok=True)
@@ -187,6 +193,18 @@ def _take_up(place: Path, folder: Path, header: Mapping[str, Any], *, single_fil
     journal.start(header)
     notes = [_discarded(folder, "nothing in it could be used")] if payload in found else []
     return Partial(place, folder, journal, single_file, notes=notes)
+
+
+def _only_planned(payload: Path, files: frozenset[str], *, single_file: bool) -> bool:
+    """Whether all planned files are there, as ordinary files, and nothing else but the proof."""
+    if single_file:
+        return os.path.lexists(payload) and stat.S_ISREG(os.lstat(payload).st_mode)
+    found: set[str] = set()
+    for folder, folders, names in os.walk(payload):
+        if any(os.path.islink(os.path.join(folder, name)) for name in (*folders, *names)):
+            return False
+        found.update(os.path.relpath(os.path.join(folder, name), payload) for name in names)
+    return found - {PROOF_NAME} == files
 
 
 def _remove(path: Path) -> None:
