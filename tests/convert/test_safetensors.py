@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from samerun.convert.renamed import RenamedCheckpoint
-from samerun.core.rename import NameMap
 
 from samerun.convert.convert import Converted, carry_out, convert, prepare
 from samerun.convert.objects import settle_objects
 from samerun.core.dtype import DTYPES, parse_dtype
+from samerun.core.namemap import NameMap
 from samerun.core.state import LogicalState
 from samerun.errors import SamerunError, UndecidedError, UsageError
 from samerun.execute.engine import Settings
 from samerun.execute.planner import plan_conversion
 from samerun.formats.base import WriteSource, numpy_dtype
 from samerun.formats.detect import open_checkpoint
+from samerun.formats.mapped import MappedCheckpoint
 from samerun.formats.safetensors.sidecar import dump_sidecar
 from samerun.formats.safetensors.write import lay_out
 from samerun.verify.digest import digest_cast, digest_checkpoint
@@ -145,15 +145,15 @@ def test_types_that_cannot_be_asked_for(wanted: dict[str, str], shared_source: P
 
 
 def test_other_names_are_proved_under_the_new_keys(shared_source: Path, tmp_path: Path) -> None:
-    renamed = RenamedCheckpoint(open_checkpoint(shared_source), NameMap.of({"layers.*": "blocks.*"}))
+    renamed = MappedCheckpoint(open_checkpoint(shared_source), NameMap.of({"layers.*": "blocks.*"}))
     done = convert(renamed, tmp_path / "dest", to="safetensors", settings=Settings(threads=1))
     proof = json.loads(done.proof.read_text())
     after = open_checkpoint(tmp_path / "dest")
     assert {key: entry["digest"] for key, entry in proof["tensors"].items()} == digest_checkpoint(after)
     assert "optim.exp_avg:blocks.1.w" in after.state.tensors
     assert after.state.groups[0].params == ("blocks.0.w", "blocks.1.w", "head.w")
-    with pytest.raises(UsageError, match="SR-USAGE-MAP"):
-        RenamedCheckpoint(open_checkpoint(shared_source), NameMap.of({"layers.0.w": "layers.1.w"}))
+    with pytest.raises(UsageError, match="SR-MAP-RULE"):
+        MappedCheckpoint(open_checkpoint(shared_source), NameMap.of({"layers.0.w": "layers.1.w"}))
 
 
 def test_the_proof_says_what_was_proved(shared_source: Path, tmp_path: Path) -> None:

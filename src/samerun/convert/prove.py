@@ -11,7 +11,6 @@ from typing import Any
 
 from samerun.core.digest import state_digest
 from samerun.core.dtype import DType
-from samerun.core.rename import NameMap
 from samerun.core.state import LogicalState
 from samerun.errors import FormatError, Problem, Severity
 from samerun.execute.engine import Progress, ProgressCallback
@@ -200,7 +199,7 @@ def _check_settings(claim: Claim, found: LogicalState) -> Iterator[Problem]:
     for name in ("groups", "scheduler"):
         if getattr(claim.state, name) and not getattr(found, name) and not _is_dropped(claim, name):
             yield _differs("SR-CONVERT-LOST", f"the {name} were written and are not found when read back", name)
-    for item in compare_settings(claim.state, found, NameMap()):
+    for item in compare_settings(claim.state, found):
         if not _is_dropped(claim, item.key):
             problem = _differs("SR-CONVERT-DIFFERS", f"{item.key} read back is not what the source holds", item.key)
             yield _with_values(problem, str(item.a), str(item.b))
