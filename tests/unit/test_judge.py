@@ -8,7 +8,7 @@ import pytest
 
 from samerun.errors import Problem, Severity
 from samerun.verify.judge import RULES, Sealed, Verdict, judge, rule_of
-from samerun.verify.stage import STAGES, StageResult
+from samerun.verify.stage import StageResult, stages_of
 
 SEALED = Sealed(digest="sha256:1", label="continuation", layout={"dp_shard": 3}, batch={"global_batch": 32})
 WORST = {"loss": {"used": 0.2, "deviation": 2e-7, "limit": 1e-6, "update": 14}}
@@ -16,7 +16,8 @@ MEASURED = {"06-window": {"worst": WORST, "audit": {"bound": 0}, "bound": 0}}
 
 
 def clean() -> dict[str, StageResult]:
-    return {name: StageResult(stage=name, status="pass", measured=MEASURED.get(name, {})) for name in STAGES[:-1]}
+    stages = stages_of(converts=False)[:-1]
+    return {name: StageResult(stage=name, status="pass", measured=MEASURED.get(name, {})) for name in stages}
 
 
 def decide(stage: str, *problems: Problem) -> Verdict:
