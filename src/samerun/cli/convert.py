@@ -75,10 +75,8 @@ def command(
     writer = _writer(to, max_shard)
     checkpoint = open_checkpoint(src, format_name)
     try:
-        if map_file is not None:
-            checkpoint = _renamed(checkpoint, map_file)
         prepared = prepare(
-            checkpoint,
+            checkpoint if map_file is None else _renamed(checkpoint, map_file),
             dest,
             to=to,
             layout=_parse_layout(layout, checkpoint.state.topology.layout),
@@ -86,6 +84,7 @@ def command(
             dtype=wanted,
             settings=settings,
             given=Path(src),
+            original=checkpoint,
             writer=writer,
         )
         if dry_run:
