@@ -31,18 +31,20 @@ from support.pieces import PieceCheckpoint, Tensor, expected_files, lay_out_boxe
     tile=st.sampled_from([1, 24, 1 << 16]),
     smallest=st.sampled_from([1, 16, 1 << 17]),
     unit=st.sampled_from([8, 64, 1 << 20]),
+    trust=st.booleans(),
 )
 def test_every_byte_is_where_numpy_says(
-    tensors: list[Tensor], num_files: int, tile: int, smallest: int, unit: int
+    tensors: list[Tensor], num_files: int, tile: int, smallest: int, unit: int, trust: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(work, "SMALLEST_RUN_BYTES", smallest)
         patch.setattr(work, "UNIT_BYTES", unit)
+        patch.setattr(work, "LARGEST_KNOWN_BYTES", 4 * unit)
         patch.setattr(Settings, "tile_bytes", tile)
         root = Path(name)
         checkpoint = PieceCheckpoint(root / "source", tensors)
         destination = lay_out_boxes(tensors, num_files)
-        plan = plan_conversion(destination, checkpoint, "sha256:0")
+        plan = plan_conversion(destination, checkpoint, "sha256:0", trust_checksums=trust)
         assert check_plan(plan, checkpoint.state) == []
         journal = Journal(root / "journal")
         execute_plan(plan, checkpoint, root / "dest", journal, {}, Settings(threads=2))

@@ -101,7 +101,19 @@ def _store(file: Path, values: Array, dtype: DType, how: str) -> Extent | None:
             out.write(np.ascontiguousarray(values).view(f"u{values.itemsize}").byteswap().tobytes())
         else:
             out.write(values.tobytes())
-    return Extent(file, offset, dtype, values.shape, tuple(strides), big_endian=how == "swapped")
+        size = out.tell() - offset
+    crc = zlib.crc32(file.read_bytes()[offset:]) if how != "wide" else None
+    return Extent(
+        file,
+        offset,
+        dtype,
+        values.shape,
+        tuple(strides),
+        big_endian=how == "swapped",
+        storage_offset_bytes=offset,
+        storage_bytes=size,
+        crc32=crc,
+    )
 
 
 def lay_out_boxes(tensors: list[Tensor], num_files: int, *, checksums: bool = True) -> DestinationPlan:

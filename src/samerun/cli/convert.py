@@ -76,10 +76,9 @@ def command(
     writer = _writer(to, max_shard)
     checkpoint = open_checkpoint(src, format_name)
     try:
-        if map_file is not None:
-            checkpoint = MappedCheckpoint(checkpoint, read_name_map(map_file, checkpoint.state))
+        names = None if map_file is None else read_name_map(map_file, checkpoint.state)
         prepared = prepare(
-            checkpoint,
+            checkpoint if names is None else MappedCheckpoint(checkpoint, names),
             dest,
             to=to,
             layout=_parse_layout(layout, checkpoint.state.topology.layout),
@@ -87,6 +86,7 @@ def command(
             dtype=wanted,
             settings=settings,
             given=Path(src),
+            original=checkpoint,
             writer=writer,
         )
         if dry_run:

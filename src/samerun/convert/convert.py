@@ -128,6 +128,7 @@ def prepare(
     dtype: Mapping[str, DType] | None = None,
     settings: Settings | None = None,
     given: Path | None = None,
+    original: Checkpoint | None = None,
     writer: Writer | None = None,
 ) -> Prepared:
     """Plans a conversion and refuses whatever stands against it. Writes nothing.
@@ -141,6 +142,7 @@ def prepare(
         dtype: element types by role, where they are to change.
         settings: memory and threads.
         given: the path that the user named, where the checkpoint lies below it.
+        original: the checkpoint as its reader opened it, where `source` is a view of one: what is checked of a source.
         writer: lays out the destination; that of the format `to` by default.
 
     Raises:
@@ -153,8 +155,10 @@ def prepare(
     lay_out = writer or load_writer(to)
     dtypes = plan_dtypes(source.state, dtype) if dtype else {}
     trees = fingerprint_source(source.path, ())
-    found = list(inspect_checkpoint(source).problems)
-    found += source.check_payloads().problems if isinstance(source, Inspectable) else []
+    opened = original or source
+    found = list(inspect_checkpoint(opened).problems)
+    payloads = opened.check_payloads() if isinstance(opened, Inspectable) else None
+    found += payloads.problems if payloads is not None else ()
     decisions = require_decided(found, allow)
     state, kept = settle_objects(source.state)
     view = RecastCheckpoint(_Settled(source, state), dtypes) if dtypes else _Settled(source, state)

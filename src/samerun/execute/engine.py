@@ -225,6 +225,9 @@ class _Execution:
         if file not in self.work.cuts:
             self.mover.copy(source, offset, target, at, length, name)
             return []
+        if (known := int(runs.crc[run])) >= 0:
+            self.mover.copy(source, offset, target, at, length, name)
+            return [(file, at, length, known)]
         return [(file, at, length, self.mover.copy_summed(source, offset, target, at, length, name))]
 
     def write_tile(self, tile: Tile) -> list[Segment]:

@@ -204,7 +204,7 @@ def _only_planned(payload: Path, files: frozenset[str], *, single_file: bool) ->
         if any(os.path.islink(os.path.join(folder, name)) for name in (*folders, *names)):
             return False
         found.update(os.path.relpath(os.path.join(folder, name), payload) for name in names)
-    return found - {PROOF_NAME} == files
+    return frozenset(found) - {PROOF_NAME} == files
 
 
 def _remove(path: Path) -> None:

@@ -53,6 +53,7 @@ class Copies:
     `source` counts into the plan's sources (`MADE`: the values are read through the checkpoint), `offset` is the byte
     of the box's first value there, `strides` `(copies, ndim)` its steps in bytes. `stored` is the element type in the
     file (an index into `DTYPE_LIST`), `swapped` says that it is big-endian; `divisor` is what values are divided by.
+    `crc` is the CRC32 of exactly these bytes as the source records it, -1 where it records none or is not trusted.
     """
 
     slot: Ints
@@ -64,6 +65,7 @@ class Copies:
     stored: Ints
     swapped: npt.NDArray[np.bool_]
     divisor: npt.NDArray[np.float64]
+    crc: Ints
 
     def __len__(self) -> int:
         return len(self.slot)

@@ -28,6 +28,7 @@ def plan_conversion(
     *,
     embedded: Collection[str] = (),
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    trust_checksums: bool = False,
 ) -> ConversionPlan:
     """Returns which source bytes go where. Reads the source's structure, none of its tensors.
 
@@ -41,13 +42,15 @@ def plan_conversion(
         source_fingerprint: the digest of the source tree.
         embedded: keys whose values the writer put into literals.
         budget_bytes: the memory that copying may use, which the plan's estimate is made from.
+        trust_checksums: whether the checksums that the source records were just compared with its bytes; those of the
+            destination are then made from them, where they are of the same bytes.
     """
     tensors = destination.tensors
     ndim = max([1, *(slots.offsets.shape[1] for slots in tensors)])
     entries = [checkpoint.state.tensors.get(slots.key) for slots in tensors]
     ndim = max([ndim, *(len(entry.shape) for entry in entries if entry is not None)])
     slots = _slot_columns(destination, ndim)
-    copies, sources = _plan_copies(checkpoint, destination, slots, entries, ndim)
+    copies, sources = _plan_copies(checkpoint, destination, slots, entries, ndim, trust=trust_checksums)
     return ConversionPlan(
         destination=destination,
         keys=tuple(slots.key for slots in tensors),
@@ -109,19 +112,29 @@ class _Located:
     stored: list[int] = field(default_factory=list[int])
     swapped: list[bool] = field(default_factory=list[bool])
     divisor: list[float] = field(default_factory=list[float])
+    crc: list[int] = field(default_factory=list[int])
 
     def add(self, extent: Extent | None, dtype: DType, ndim: int) -> None:
         if extent is None:
-            self._append(MADE, 0, (0,) * ndim, dtype, False, 1.0)
+            self._append(MADE, 0, (0,) * ndim, dtype, False, 1.0, None)
             return
         number = self.sources.setdefault(str(extent.file), len(self.sources))
         strides = tuple(stride * extent.dtype.num_bytes for stride in extent.strides)
         padded = (0,) * (ndim - len(strides)) + strides
         swapped = extent.big_endian and extent.dtype.num_bytes > 1
-        self._append(number, extent.offset_bytes, padded, extent.dtype, swapped, extent.divisor)
+        alone = extent.contiguous and extent.storage_bytes == extent.num_bytes
+        crc = extent.crc32 if alone and extent.storage_offset_bytes == extent.offset_bytes else None
+        self._append(number, extent.offset_bytes, padded, extent.dtype, swapped, extent.divisor, crc)
 
     def _append(
-        self, source: int, offset: int, strides: tuple[int, ...], dtype: DType, swapped: bool, divisor: float
+        self,
+        source: int,
+        offset: int,
+        strides: tuple[int, ...],
+        dtype: DType,
+        swapped: bool,
+        divisor: float,
+        crc: int | None,
     ) -> None:
         self.source.append(source)
         self.offset.append(offset)
@@ -129,6 +142,7 @@ class _Located:
         self.stored.append(DTYPE_INDEX[dtype.name])
         self.swapped.append(swapped)
         self.divisor.append(divisor)
+        self.crc.append(-1 if crc is None else crc)
 
 
 def _plan_copies(
@@ -137,6 +151,8 @@ def _plan_copies(
     slots: Slots,
     entries: list[TensorEntry | None],
     ndim: int,
+    *,
+    trust: bool,
 ) -> tuple[Copies, tuple[str, ...]]:
     numbers = [number for number, entry in enumerate(entries) if entry is not None and len(entry.tiling)]
     held = [entry for entry in entries if entry is not None and len(entry.tiling)]
@@ -157,6 +173,7 @@ def _plan_copies(
     located = _locate(checkpoint, destination, entries, pieces.owner[needed], piece_number[needed], ndim)
     low = np.maximum(slots.offsets[slot], pieces.offsets[piece])
     high = np.minimum(slots.offsets[slot] + slots.sizes[slot], pieces.offsets[piece] + pieces.sizes[piece])
+    whole = (high - low == pieces.sizes[piece]).all(axis=1) & trust
     strides = np.array(located.strides, np.int64).reshape(len(needed), ndim)[row]
     copies = Copies(
         slot.astype(np.int64),
@@ -168,6 +185,7 @@ def _plan_copies(
         np.array(located.stored, np.int64)[row],
         np.array(located.swapped, np.bool_)[row],
         np.array(located.divisor, np.float64)[row],
+        np.where(whole, np.array(located.crc, np.int64)[row], -1),
     )
     return copies, tuple(located.sources)
 

@@ -16,17 +16,22 @@ Mask = npt.NDArray[np.bool_]
 
 SMALLEST_RUN_BYTES = 128 << 10  # shorter runs of a strided box are put together in memory instead
 UNIT_BYTES = 32 << 20
+LARGEST_KNOWN_BYTES = 512 << 20  # the longest run that is kept in one for the sake of its known checksum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """Contiguous bytes that move unchanged, as columns `(runs,)`, in the order of the destination."""
+    """Contiguous bytes that move unchanged, as columns `(runs,)`, in the order of the destination.
+
+    `crc` is their CRC32 where it is known and wanted, else -1.
+    """
 
     source: Ints
     offset: Ints
     file: Ints
     at: Ints
     length: Ints
+    crc: Ints
 
     def __len__(self) -> int:
         return len(self.source)
@@ -83,7 +88,8 @@ def plan_work(plan: ConversionPlan, tile_bytes: int) -> Work:
     tiled = (inner != whole) & (inner < SMALLEST_RUN_BYTES) | (copies.source == MADE) | plan.cast
     in_tiles = np.zeros(len(plan.slots), np.bool_)
     in_tiles[copies.slot[tiled]] = True
-    runs = _cut_runs(_merge_runs(_expand_runs(plan, np.flatnonzero(~in_tiles[copies.slot]), inner)), cuts)
+    rows = np.flatnonzero(~in_tiles[copies.slot])
+    runs = _cut_runs(_merge_runs(_expand_runs(plan, rows, inner, np.array(list(cuts), np.int64))), cuts)
     units = [*_run_units(runs), *_tile_units(plan, np.flatnonzero(in_tiles), tile_bytes)]
     return Work(runs, tuple(units), cuts)
 
@@ -109,7 +115,8 @@ def _inner_run_bytes(plan: ConversionPlan) -> Ints:
     return length
 
 
-def _expand_runs(plan: ConversionPlan, rows: npt.NDArray[np.intp], inner: Ints) -> Runs:
+def _expand_runs(plan: ConversionPlan, rows: npt.NDArray[np.intp], inner: Ints, summed: Ints) -> Runs:
+    """Returns every contiguous run of some copies. Checksums are kept for the files of which one is wanted."""
     copies, slots = plan.copies, plan.slots
     steps = _slot_strides(plan)[copies.slot[rows]]
     offset = copies.offset[rows]
@@ -118,6 +125,8 @@ def _expand_runs(plan: ConversionPlan, rows: npt.NDArray[np.intp], inner: Ints) 
     strides = copies.strides[rows]
     row = np.arange(len(rows))
     left = np.prod(sizes, axis=1) * slots.itemsize[copies.slot[rows]] // np.maximum(length, 1)
+    known = (left == 1) & np.isin(slots.file[copies.slot[rows]], summed)
+    crc = np.where(known, copies.crc[rows], -1)
     for d in range(sizes.shape[1]):  # outer dimensions become separate runs until only the contiguous part is left
         outer = np.where(left > 1, sizes[:, d], 1)
         left = left // outer
@@ -126,13 +135,13 @@ def _expand_runs(plan: ConversionPlan, rows: npt.NDArray[np.intp], inner: Ints) 
         row, offset, at = np.repeat(row, times), np.repeat(offset, times), np.repeat(at, times)
         offset = offset + step * strides[row, d]
         at = at + step * steps[row, d]
-    return Runs(copies.source[rows][row], offset, slots.file[copies.slot[rows]][row], at, length[row])
+    return Runs(copies.source[rows][row], offset, slots.file[copies.slot[rows]][row], at, length[row], crc[row])
 
 
 def _merge_runs(runs: Runs) -> Runs:
     order = np.lexsort((runs.at, runs.file))
-    source, offset, file, at, length = (
-        column[order] for column in (runs.source, runs.offset, runs.file, runs.at, runs.length)
+    source, offset, file, at, length, crc = (
+        column[order] for column in (runs.source, runs.offset, runs.file, runs.at, runs.length, runs.crc)
     )
     if not len(order):
         return runs
@@ -142,9 +151,11 @@ def _merge_runs(runs: Runs) -> Runs:
         | (file[1:] != file[:-1])
         | (at[1:] != at[:-1] + length[:-1])
         | (offset[1:] != offset[:-1] + length[:-1])
+        | (crc[1:] >= 0)
+        | (crc[:-1] >= 0)
     )
     first = np.flatnonzero(begins)
-    return Runs(source[first], offset[first], file[first], at[first], np.add.reduceat(length, first))
+    return Runs(source[first], offset[first], file[first], at[first], np.add.reduceat(length, first), crc[first])
 
 
 def _cut_runs(runs: Runs, cuts: dict[int, tuple[int, ...]]) -> Runs:
@@ -158,7 +169,8 @@ def _cut_runs(runs: Runs, cuts: dict[int, tuple[int, ...]]) -> Runs:
         for row, a, b in zip(rows.tolist(), first.tolist(), last.tolist(), strict=True):
             if b > a:
                 inside[row] = list(edges[a:b])
-    for row in np.flatnonzero(runs.length > UNIT_BYTES).tolist():
+    whole = np.where(runs.crc >= 0, LARGEST_KNOWN_BYTES, UNIT_BYTES)
+    for row in np.flatnonzero(runs.length > whole).tolist():
         at, length = int(runs.at[row]), int(runs.length[row])
         inside[row] = sorted({*inside.get(row, []), *range(at + UNIT_BYTES, at + length, UNIT_BYTES)})
     if not inside:
@@ -173,7 +185,9 @@ def _cut_runs(runs: Runs, cuts: dict[int, tuple[int, ...]]) -> Runs:
     end = runs.at[owner] + runs.length[owner]
     same = owner[1:] == owner[:-1]
     end[:-1][same] = begin[1:][same]
-    return Runs(runs.source[owner], runs.offset[owner] + (begin - runs.at[owner]), runs.file[owner], begin, end - begin)
+    crc = np.where(times[owner] == 1, runs.crc[owner], -1)
+    offset = runs.offset[owner] + (begin - runs.at[owner])
+    return Runs(runs.source[owner], offset, runs.file[owner], begin, end - begin, crc)
 
 
 def _run_units(runs: Runs) -> Iterator[Unit]:

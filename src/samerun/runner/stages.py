@@ -205,7 +205,7 @@ def _assess_controls(work: Work, plan: MigrationPlan, stage: Path) -> tuple[list
 
 def run_convert(work: Work, plan: MigrationPlan) -> StageResult:
     """Writes the checkpoint in the format that the destination loads, reads it back, and proves it equal."""
-    from samerun.convert.convert import convert
+    from samerun.convert.convert import carry_out, prepare
 
     wanted = work.manifest.convert
     if wanted is None:
@@ -219,10 +219,14 @@ def run_convert(work: Work, plan: MigrationPlan) -> StageResult:
     if damage := check_source(work.checkpoint, kept_fingerprint(work), "convert"):
         return clock.result(CONVERT, damage, {})
     try:
-        opened = work.open_for(CONVERT)
+        opened = work.open()
         try:
+            view = opened if wanted.map is None else work.open_for(CONVERT)
             dtypes = {role: parse_dtype(name) for role, name in wanted.dtype.items()}
-            done = convert(opened, place, to=wanted.to, layout=layout, allow=wanted.allow, dtype=dtypes)
+            prepared = prepare(
+                view, place, to=wanted.to, layout=layout, allow=wanted.allow, dtype=dtypes, original=opened
+            )
+            done = carry_out(prepared)
         finally:
             opened.close()
     except SamerunError as error:
