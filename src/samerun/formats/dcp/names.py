@@ -1,4 +1,4 @@
-"""Under which names a DCP checkpoint is written: those of the source where it has any, else those of PyTorch's own recipe."""
+"""Under which names a DCP checkpoint is written: those of the source where it has any, else those of PyTorch's recipe."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class OptimizerNames:
         return (*_head(root), "state", name, *slot.split("."))
 
     def groups(self, groups: tuple[WrittenGroup, ...]) -> Iterator[tuple[Path, Any]]:
-        """Yields (path, value) of every hyperparameter and member list, in the source's style: nested, or per parameter."""
+        """Yields (path, value) of hyperparameters and member lists, in the source's style: nested, or per parameter."""
         numbers: dict[str, int] = {}
         for group in groups:
             places = [self._saved[fqn] for fqn in group.params if fqn in self._saved]

@@ -18,8 +18,8 @@ from samerun.formats.dcp.metadata import Chunk, Stored, emit_metadata
 from samerun.formats.dcp.names import OptimizerNames, Path, flatten_sections, model_paths
 from samerun.formats.statedict.carry import carry_objects
 from samerun.formats.statedict.optimizers import plan_optimizer
-from samerun.formats.torchfile.emit import Number, Tensor, whole
-from samerun.formats.torchfile.write import ALIGNMENT, Pieces, add_archive, gather_slots
+from samerun.formats.torchfile.emit import Number, Tensor
+from samerun.formats.torchfile.write import ALIGNMENT, Pieces, add_archive, add_tensor, gather_slots
 
 
 def lay_out(source: WriteSource, layout: Layout | None = None) -> DestinationPlan:
@@ -64,7 +64,7 @@ def _cut_as_before(state: LogicalState) -> Layout:
 
 
 class _Directory:
-    """Files as they fill up. A shard goes to that one of the ranks which would hold it whose file is smallest so far."""
+    """Files as they fill up. Of the ranks that would hold a shard, the one whose file is smallest so far gets it."""
 
     def __init__(self, layout: Layout) -> None:
         self._shards = layout.dp_shard * layout.cp
@@ -90,9 +90,10 @@ class _Directory:
         """Adds a tensor of the state, in chunks."""
         chunks: list[Chunk] = []
         for holders, offsets, sizes in self._cut(entry):
-            value = whole(str(entry.key), entry.dtype, sizes, offsets)
             rank = self._lightest(holders) if entry.shape else self._next()
-            chunks.append(self._write(rank, value, offsets, sizes))
+            start = self._begin(rank)
+            add_tensor(self._files[rank], str(entry.key), entry.dtype, offsets, sizes)
+            chunks.append(self._chunk(rank, start, offsets, sizes))
         self._add(Stored(path, chunks, entry.shape, entry.dtype))
 
     def _cut(self, entry: TensorEntry) -> Iterator[tuple[list[int], tuple[int, ...], tuple[int, ...]]]:
@@ -115,11 +116,18 @@ class _Directory:
         return self._dealt % len(self._files)
 
     def _write(self, rank: int, value: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
+        start = self._begin(rank)
+        add_archive(self._files[rank], value)
+        return self._chunk(rank, start, offsets, sizes)
+
+    def _begin(self, rank: int) -> int:
+        """Aligns the next item, so that what is aligned inside it is so in the file and can be mapped."""
         pieces = self._files[rank]
-        pieces.fill(-pieces.position % ALIGNMENT)  # an item is aligned inside: so it is in the file, and can be mapped
-        start = pieces.position
-        add_archive(pieces, value)
-        return Chunk(offsets, sizes, _file_name(rank), start, pieces.position - start)
+        pieces.fill(-pieces.position % ALIGNMENT)
+        return pieces.position
+
+    def _chunk(self, rank: int, start: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
+        return Chunk(offsets, sizes, _file_name(rank), start, self._files[rank].position - start)
 
     def _add(self, item: Stored) -> None:
         if item.name in self._items:
@@ -159,6 +167,6 @@ def _check_names(state: LogicalState) -> tuple[Problem, ...]:
             "SR-WRITE-NAMELESS",
             f"optimizer state of {len(nameless)} parameters is known by position only, the first is {nameless[0]}",
             where={"tensor": nameless[0]},
-            hint="no job finds it under such a name; convert from a checkpoint that names them, or save with param_names",
+            hint="no job finds it under such a name; convert from a checkpoint that has names (param_names will do)",
         ),
     )

@@ -1,8 +1,8 @@
 """Everything of a logical state that is neither tensor nor group, made ready to be written into pickles again.
 
-Reading makes plain data of what it meets; this makes, as far as rules can, what was there before: tensors of arrays, tuples
-where a loader insists on them. What no rule brings back (a class that is not known, a tensor too large to be kept among the
-objects) is left out and named.
+Reading makes plain data of what it meets; this makes, as far as rules can, what was there before: tensors of arrays,
+tuples where a loader insists on them. What no rule brings back (a class that is not known, a tensor too large to be kept
+among the objects) is left out and named.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from samerun.core.state import LogicalState
 from samerun.errors import Problem
 from samerun.formats.statedict.progress import read_progress
 from samerun.formats.statedict.tree import flatten
-from samerun.formats.torchfile.emit import Tensor, emit_pickle, known
+from samerun.formats.torchfile.emit import emit_pickle, known
 from samerun.formats.torchfile.unpickle import Inert
 
 _COUNTERS = ("update", "samples", "tokens", "epoch")
@@ -49,8 +49,7 @@ def carry_objects(state: LogicalState, *, numpy: bool) -> Carried:
     only); without, they become tensors, which `numpy.random.set_state` takes as well. All other arrays become tensors.
     """
     carried = Carried()
-    named = {name: value for name, value in _sections(state, carried)}
-    for name, value in named.items():
+    for name, value in dict(_sections(state, carried)).items():
         converted, left_out = _convert_all(value, name, numpy=numpy)
         for place, why in left_out.items():
             carried.dropped[place] = why
@@ -105,7 +104,7 @@ def _find_section(node: Mapping[str, Any], objects: Mapping[str, Any]) -> str | 
 
 
 def _plant(tree: dict[str, Any], name: str, value: Any) -> None:
-    """Puts a value into nested mappings by its dotted name; under the rest of the name where something else is in the way."""
+    """Puts a value into nested mappings by its dotted name, undivided where something else is in the way."""
     parts = name.split(".")
     node = tree
     for i, part in enumerate(parts[:-1]):

@@ -76,7 +76,7 @@ def _step_first(slots: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
 def _completed(names: list[str]) -> Problem:
     return Problem(
         "SR-WRITE-SETTINGS",
-        f"the source keeps no {', '.join(names)} in its parameter groups; torch's Adam does, so the neutral values are written",
+        f"the source's groups keep no {', '.join(names)}; torch's Adam does, so neutral values are written",
         severity=Severity.NOTE,
         hint="a job that wants other values sets them after loading",
     )

@@ -1,8 +1,8 @@
-"""Writes pickles as `torch.save` does (protocol 2), from plain data and placeholders of tensors, without pickling anything.
+"""Writes pickles as `torch.save` does (protocol 2), from plain data and placeholders of tensors; pickles nothing.
 
-No class is looked up and nothing is called: a name in the pickle is a `Named` that the caller wrote down. The bytes depend
-on the value alone. Where a tensor stands, only its description goes into the pickle; its values go into a storage, and the
-storages come back beside the bytes, numbered as torch numbers them (`torch/serialization.py`, `_save`, 2.13).
+No class is looked up and nothing is called: a name in the pickle is a `Named` that the caller wrote down. The bytes
+depend on the value alone. Where a tensor stands, only its description goes into the pickle; its values go into a storage,
+and the storages come back beside the bytes, numbered as torch does it (`torch/serialization.py`, `_save`, 2.13).
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def size(values: tuple[int, ...]) -> Call:
 def emit_pickle(value: Any, *, compact: bool = False) -> Emitted:
     """Writes a value: None, numbers, text, bytes, lists, tuples, sets, mappings, arrays, and the placeholders above.
 
-    Arrays become NumPy's. With `compact`, only names and text are remembered for reuse, so that large tables are smaller;
-    otherwise the bytes are those of torch.save.
+    Arrays become NumPy's. With `compact`, only names, text and objects are remembered for reuse, so that large tables are
+    smaller; otherwise the bytes are those of torch.save.
 
     Raises:
         TypeError: for anything else, an `Inert` record among it; the message says where it lies.
@@ -347,7 +347,7 @@ class _Emitter:
             self._out += b"b"
 
     def _tensor(self, value: Tensor) -> None:
-        """The call that rebuilds a tensor; element types without a typed storage name themselves (`_reduce_ex_internal`)."""
+        """The call that rebuilds a tensor (`_reduce_ex_internal`); types without a typed storage are named at its end."""
         if self._get(id(value)):
             return
         typed = _STORAGES.get(value.storage.dtype.name)
@@ -396,7 +396,7 @@ _PLAIN: dict[type, Any] = {
 
 
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the strides, in elements, of a row-major tensor, as torch counts them (an empty dimension counts as 1)."""
+    """Returns the strides, in elements, of a row-major tensor, as torch counts: an empty dimension counts as 1."""
     strides: list[int] = []
     step = 1
     for length in reversed(shape):
