@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from samerun.core.dtype import DType
-from samerun.formats.torchfile.emit import Call, Instance, Named, emit_pickle, size
+from samerun.formats.torchfile.emit import emit_pickle
+from samerun.formats.torchfile.nodes import Call, Instance, Named, size
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLACE = Named("torch.distributed.checkpoint.filesystem", "_StorageInfo")

@@ -1,4 +1,4 @@
-"""Under which names a DCP checkpoint is written: those of the source where it has any, else those of PyTorch's recipe."""
+"""Under which names a DCP checkpoint is written: those of the source where it has any, else those of torch's recipe."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from samerun.core.state import LogicalState, Role, TensorEntry, normalize_fqn
 from samerun.formats.statedict.optimizers import WrittenGroup, WrittenOptimizer
-from samerun.formats.torchfile.emit import Tensor
+from samerun.formats.torchfile.nodes import Tensor
 
 MODEL, OPTIMIZER, AVERAGE = "model", "optim", "ema"
 FLATTENED = "flattened"

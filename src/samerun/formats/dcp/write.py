@@ -18,7 +18,7 @@ from samerun.formats.dcp.metadata import Chunk, Stored, emit_metadata
 from samerun.formats.dcp.names import OptimizerNames, Path, flatten_sections, model_paths
 from samerun.formats.statedict.carry import carry_objects
 from samerun.formats.statedict.optimizers import plan_optimizer
-from samerun.formats.torchfile.emit import Number, Tensor
+from samerun.formats.torchfile.nodes import Number, Tensor
 from samerun.formats.torchfile.write import ALIGNMENT, Pieces, add_archive, add_tensor, gather_slots
 
 

@@ -1,8 +1,8 @@
 """Everything of a logical state that is neither tensor nor group, made ready to be written into pickles again.
 
 Reading makes plain data of what it meets; this makes, as far as rules can, what was there before: tensors of arrays,
-tuples where a loader insists on them. What no rule brings back (a class that is not known, a tensor too large to be kept
-among the objects) is left out and named.
+tuples where a loader insists on them. What no rule brings back (a class that is not known, a tensor too large to be
+kept among the objects) is left out and named.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from samerun.core.state import LogicalState
 from samerun.errors import Problem
 from samerun.formats.statedict.progress import read_progress
 from samerun.formats.statedict.tree import flatten
-from samerun.formats.torchfile.emit import emit_pickle, known
+from samerun.formats.torchfile.emit import emit_pickle
+from samerun.formats.torchfile.nodes import known
 from samerun.formats.torchfile.unpickle import Inert
 
 _COUNTERS = ("update", "samples", "tokens", "epoch")

@@ -1,8 +1,8 @@
 """Lays out torch.save's zip container (2.x, `caffe2/serialize/inline_container.cc` over miniz), byte for byte.
 
 Entries are stored, each payload begins at a multiple of 64 bytes from the start of the archive, local headers carry
-neither sizes nor checksums (they follow the payload and are repeated in the central directory), and what passes 4 GiB has
-the wide fields that miniz writes. The one thing that is not torch's: the serialization id, which there depends on values.
+neither sizes nor checksums (they follow the payload and are repeated in the central directory), and what passes 4 GiB
+has the wide fields that miniz writes. Not torch's is the serialization id, which there depends on the values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import numpy as np
 
 from samerun.core.dtype import DTYPES, DType
 from samerun.core.written import Checksum, FilePlan, Fill, Literal, TensorSlots
-from samerun.formats.torchfile.emit import Emitted, Storage, emit_pickle, whole
+from samerun.formats.torchfile.emit import Emitted, emit_pickle
+from samerun.formats.torchfile.nodes import Storage, whole
 
 ALIGNMENT = 64
 _LOCAL = struct.Struct("<4s5H3L2H")
