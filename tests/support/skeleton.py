@@ -96,7 +96,7 @@ def build_optimizer(model: nn.Module, state: LogicalState) -> torch.optim.Optimi
         known = {key: group.hyperparameters[key] for key in _HYPERPARAMETERS if key in group.hyperparameters}
         settings = {**known, "lr": 77.0, "weight_decay": 0.5}
         groups.append({"params": [named[fqn] for fqn in group.params], **settings})
-    return torch.optim.AdamW([group for group in groups if group["params"]])
+    return torch.optim.AdamW(groups)
 
 
 def load_dcp(
@@ -156,14 +156,13 @@ def _same(found: np.ndarray, expected: np.ndarray, entry: TensorEntry) -> bool:
 def _check_groups(model: nn.Module, optimizer: torch.optim.Optimizer, state: LogicalState) -> list[str]:
     names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters(remove_duplicate=False)))}
     wrong: list[str] = []
-    filled = [group for group in state.groups if group.params]
-    for number, (group, saved) in enumerate(zip(optimizer.param_groups, filled, strict=True)):
+    for number, (group, saved) in enumerate(zip(optimizer.param_groups, state.groups, strict=True)):
         if [names[id(parameter)] for parameter in group["params"]] != list(saved.params):
             wrong.append(f"members of group {number}")
         wrong += [
             f"{key} of group {number}"
             for key in ("lr", "weight_decay", "betas", "eps", "initial_lr")
-            if key in saved.hyperparameters and not _equal(group.get(key), saved.hyperparameters[key])
+            if saved.params and key in saved.hyperparameters and not _equal(group.get(key), saved.hyperparameters[key])
         ]
     return wrong
 
