@@ -12,7 +12,7 @@ from typing import Any
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role, TensorEntry
 from samerun.core.written import DestinationPlan, FilePlan
-from samerun.errors import Problem
+from samerun.errors import PlanError, Problem
 from samerun.formats.base import WriteSource
 from samerun.formats.dcp.metadata import Chunk, Stored, emit_metadata
 from samerun.formats.dcp.names import OptimizerNames, Path, flatten_sections, model_paths
@@ -26,7 +26,7 @@ def lay_out(source: WriteSource, layout: Layout | None = None) -> DestinationPla
     """Plans the directory. Without a layout it is cut as the source was, into one file if that is not known.
 
     Raises:
-        ValueError: if two items would have one name.
+        PlanError: if two items would have one name.
     """
     state = source.state
     cut = layout or _cut_as_before(state)
@@ -131,7 +131,7 @@ class _Directory:
 
     def _add(self, item: Stored) -> None:
         if item.name in self._items:
-            raise ValueError(f"two items would be called {item.name}")
+            raise PlanError(_twice(item.name))
         self._items[item.name] = item
 
     @property
@@ -145,6 +145,15 @@ class _Directory:
         metadata = Pieces()
         metadata.write(emit_metadata(list(self._items.values())))
         return (*data, metadata.file(".metadata"))
+
+
+def _twice(name: str) -> Problem:
+    return Problem(
+        "SR-WRITE-TWICE",
+        f"two values of the source would both be called {name}",
+        where={"key": name},
+        hint="an object of the source has the name of a tensor; rename one of them with --map",
+    )
 
 
 def _file_name(rank: int) -> str:
