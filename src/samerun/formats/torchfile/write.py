@@ -139,10 +139,9 @@ def _stencil(dtype: DType, shape: tuple[int, ...]) -> _Stencil:
     pieces = Pieces()
     add_archive(pieces, whole("", dtype, shape))
     file = pieces.file("")
-    if not pieces.slots:
-        return _Stencil(file.literals[0].content, 0, b"", ())
     head, tail = file.literals
-    return _Stencil(head.content, tail.at - len(head.content), tail.content, file.checksums[0].places)
+    places = file.checksums[0].places if file.checksums else ()
+    return _Stencil(head.content, tail.at - len(head.content), tail.content, places)
 
 
 def add_tensor(pieces: Pieces, key: str, dtype: DType, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
@@ -150,11 +149,11 @@ def add_tensor(pieces: Pieces, key: str, dtype: DType, offsets: tuple[int, ...],
     made = _stencil(dtype, sizes)
     base = pieces.position
     pieces.write(made.head)
+    start = pieces.position
+    pieces.slot(key, dtype, offsets, sizes)
     if made.num_bytes:
-        start = pieces.position
-        pieces.slot(key, dtype, offsets, sizes)
         pieces.checksum(start, pieces.position, *(base + place for place in made.places))
-        pieces.write(made.tail)
+    pieces.write(made.tail)
 
 
 class _Writer:
@@ -188,6 +187,8 @@ class _Writer:
         """One storage's values: known ones, or boxes with zeros between them."""
         if storage.content is not None or not storage.num_bytes:
             self.known(name, storage.content or b"")
+            for part in storage.parts:  # no values, but the tensor has its place
+                self._pieces.slot(part.key, storage.dtype, part.offsets, part.sizes)
             return
         local = self._begin(name, storage.num_bytes)
         start = self._pieces.position
