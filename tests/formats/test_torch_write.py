@@ -230,6 +230,13 @@ def test_state_without_a_group_is_found(lay: Any):
     assert codes(replace(state, groups=()), lay)["SR-WRITE-GROUPLESS"] is Severity.WARNING
 
 
+@pytest.mark.parametrize("lay", [lay_out, lay_out_dcp])
+def test_masters_that_torch_does_not_look_at_are_named(lay: Any):
+    checkpoint = made({"param:w": weights(3), "master:w": weights(3), "optim.exp_avg:w": weights(3)})
+    assert codes(checkpoint.state, lay)["SR-WRITE-MASTERS"] is Severity.WARNING
+    assert "SR-WRITE-MASTERS" not in codes(adam_state(), lay)
+
+
 def test_state_without_a_name_cannot_be_written_by_name():
     state = adam_state({"#0": (3, 4), "#1": (5,)})
     assert codes(state, lay_out_dcp)["SR-WRITE-NAMELESS"] is Severity.ERROR
