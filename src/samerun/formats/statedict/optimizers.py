@@ -101,6 +101,6 @@ def _masters_apart(masters: list[TensorEntry]) -> Problem:
         f"{len(masters)} {first.dtype.name} masters are written as slots of the optimizer, which torch.optim ignores",
         where={"tensor": str(first.key)},
         severity=Severity.WARNING,
-        hint="a job that keeps its parameters in the masters' type must copy them from the slot `master` after loading; "
+        hint="a job with parameters in the masters' type must copy them from the slot `master` after loading; "
         "one that trains in the weights' type rounds moments to it",
     )

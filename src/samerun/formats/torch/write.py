@@ -1,6 +1,6 @@
 """Lays out one `torch.save` file that a stock script loads: `{"model", "optimizer", "lr_scheduler", ...}`.
 
-`torch.load(path, weights_only=True)` opens it, `model.load_state_dict(strict=True)` takes the model under its own
+`torch.load` opens it with `weights_only=True`, `model.load_state_dict(strict=True)` takes the model under its own
 names, and `optimizer.load_state_dict` the optimizer by position, in the order of the groups. RNG, data and everything
 else keep the names that the source gave them; only the three names above are fixed.
 """
