@@ -14,10 +14,17 @@ from samerun.core.dtype import DType
 from samerun.formats.torchfile.emit import emit_pickle
 from samerun.formats.torchfile.nodes import Call, Instance, Named, size
 
-_METADATA = "torch.distributed.checkpoint.metadata"
+_MODULE = "torch.distributed.checkpoint.metadata"
+_BYTES = Named(_MODULE, "BytesStorageMetadata")
+_CHUNK = Named(_MODULE, "ChunkStorageMetadata")
+_METADATA = Named(_MODULE, "Metadata")
+_INDEX = Named(_MODULE, "MetadataIndex")
+_ABOUT = Named(_MODULE, "StorageMeta")
+_PROPERTIES = Named(_MODULE, "TensorProperties")
+_TENSOR = Named(_MODULE, "TensorStorageMetadata")
 _PLACE = Named("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _LAYOUT = Call(Named("torch.serialization", "_get_layout"), ("torch.strided",))
-_CONTIGUOUS = Call(Named(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+_CONTIGUOUS = Call(Named(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +66,19 @@ def emit_metadata(items: Sequence[Stored]) -> bytes:
             if item.dtype is not None:
                 key["offset"] = sizes.of(chunk.offsets)
             place = {"relative_path": chunk.file, "offset": chunk.at, "length": chunk.length}
-            places[Instance(_named("MetadataIndex"), key)] = Instance(_PLACE, place)
-    identity = hashlib.sha256(
-        repr([(item.name, item.shape, tuple(item.chunks)) for item in items]).encode()
-    ).hexdigest()
+            places[Instance(_INDEX, key)] = Instance(_PLACE, place)
+    summary = repr([(item.name, item.shape, len(item.chunks)) for item in items])
+    identity = hashlib.sha256(summary.encode()).hexdigest()
     save_id = "-".join((identity[:8], identity[8:12], identity[12:16], identity[16:20], identity[20:32]))
     about = {"checkpoint_id": None, "save_id": save_id, "load_id": None, "modules": []}
     fields = {
         "state_dict_metadata": described,
         "planner_data": {item.name: item.path for item in items},
         "storage_data": places,
-        "storage_meta": Instance(_named("StorageMeta"), about),
+        "storage_meta": Instance(_ABOUT, about),
         "version": "1.0.0",
     }
-    return emit_pickle(Instance(_named("Metadata"), fields), compact=True).pickle
-
-
-def _named(name: str) -> Named:
-    return Named(_METADATA, name)
+    return emit_pickle(Instance(_METADATA, fields), compact=True).pickle
 
 
 class _Sizes:
@@ -94,14 +96,13 @@ class _Sizes:
 
 def _describe(item: Stored, sizes: _Sizes, properties: dict[str, Instance]) -> Instance:
     if item.dtype is None:
-        return Instance(_named("BytesStorageMetadata"), {})
+        return Instance(_BYTES, {})
     known = properties.get(item.dtype.name)
     if known is None:
         state = (Named("torch", item.dtype.name), _LAYOUT, False, _CONTIGUOUS, False)
-        known = properties[item.dtype.name] = Instance(_named("TensorProperties"), state)
+        known = properties[item.dtype.name] = Instance(_PROPERTIES, state)
     chunks = [
-        Instance(_named("ChunkStorageMetadata"), {"offsets": sizes.of(chunk.offsets), "sizes": sizes.of(chunk.sizes)})
-        for chunk in item.chunks
+        Instance(_CHUNK, {"offsets": sizes.of(chunk.offsets), "sizes": sizes.of(chunk.sizes)}) for chunk in item.chunks
     ]
     fields = {"properties": known, "size": sizes.of(item.shape), "chunks": chunks}
-    return Instance(_named("TensorStorageMetadata"), fields)
+    return Instance(_TENSOR, fields)
