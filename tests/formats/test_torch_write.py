@@ -21,6 +21,7 @@ from samerun.formats.detect import open_checkpoint
 from samerun.formats.torch.write import lay_out
 from samerun.formats.torchfile import Inert
 from samerun.verify.compare import compare_checkpoints
+from samerun.verify.structure import inspect_checkpoint
 from support import toy
 from support.corpus import corpus, needs_corpus, read_truth
 from support.states import adam_state, without
@@ -89,6 +90,24 @@ def test_tied_weights_share_a_storage(moved: Path):
 def test_the_plan_is_a_function_of_the_state(job: tuple[toy.Job, Path]):
     source = source_of(open_checkpoint(job[1]))
     assert lay_out(source).files == lay_out(source, Layout(dp_shard=3)).files
+
+
+def test_checksums_of_each_other_and_boxes_in_each_other_s_place_are_seen(job: tuple[toy.Job, Path], tmp_path: Path):
+    """What the tests above and `inspect --deep` look at is able to fail."""
+    source = open_checkpoint(job[1])
+    plan = lay_out(source_of(source))
+    (file,) = plan.files
+    first, second = file.checksums[:2]
+    swapped = (replace(first, places=second.places), replace(second, places=first.places), *file.checksums[2:])
+    carry_out(replace(plan, files=(replace(file, checksums=swapped),)), source, tmp_path / "sums.pt")
+    report = inspect_checkpoint(open_checkpoint(tmp_path / "sums.pt"), deep=True)
+    assert report.intact is False
+    assert "SR-FILE-CRC" in {problem.code for problem in report.problems}
+    one, other = (slots for slots in plan.tensors if slots.key in ("param:norm.weight", "param:norm.bias"))
+    one.at[0], other.at[0] = int(other.at[0]), int(one.at[0])
+    carry_out(plan, source, tmp_path / "boxes.pt")
+    compared = compare_checkpoints(source, open_checkpoint(tmp_path / "boxes.pt"))
+    assert {value.key for value in compared.values} == {"param:norm.weight", "param:norm.bias"}
 
 
 # ---------------------------------------------------------------- parts that only some sources have
