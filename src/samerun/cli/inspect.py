@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from samerun.errors import Problem, UsageError
+from samerun.errors import Problem, Severity, UsageError
 
 if TYPE_CHECKING:
     from samerun.core.mesh import Layout
@@ -177,14 +177,26 @@ def _size(num_bytes: float) -> str:
 
 
 def condense(problems: Iterable[Problem]) -> list[Problem]:
-    """Keeps the first few findings of each code; the last one kept says how many more there are."""
+    """Keeps the first few findings of each code, says how many more there are, and what follows from them in one line."""
     alike: dict[str, list[Problem]] = {}
+    consequences: dict[str, dict[str, int]] = {}
     for problem in problems:
-        alike.setdefault(problem.code, []).append(problem)
+        if problem.follows_from:
+            counts = consequences.setdefault(problem.follows_from, {})
+            counts[problem.code] = counts.get(problem.code, 0) + 1
+        else:
+            alike.setdefault(problem.code, []).append(problem)
     kept: list[Problem] = []
     for code, found in alike.items():
         kept += found[:_ALIKE_SHOWN]
         if len(found) > _ALIKE_SHOWN:
             more = len(found) - _ALIKE_SHOWN
             kept.append(Problem(code, f"and {more} more of these (--json lists all)", severity=found[-1].severity))
+        if code in consequences:
+            kept.append(_consequences(code, consequences[code]))
     return kept
+
+
+def _consequences(code: str, counts: dict[str, int]) -> Problem:
+    shown = ", ".join(f"{name} ({count})" if count > 1 else name for name, count in counts.items())
+    return Problem(code, f"these follow from it: {shown} (--json lists all)", severity=Severity.NOTE)

@@ -11,6 +11,7 @@ from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role
 from samerun.errors import FormatError, Problem, Severity
 from samerun.formats.base import Checkpoint, Inspectable, Rigid
+from samerun.verify.consequence import explain_consequences
 from samerun.verify.coverage import check_coverage
 from samerun.verify.destination import Destination, check_destination, plan_destination
 from samerun.verify.resume import Resumable, check_resume, judge_resumable
@@ -139,6 +140,7 @@ def inspect_checkpoint(
         problems += checkpoint.check_destination(planned.layout) if isinstance(checkpoint, Rigid) else []
     if any(problem.code in ("SR-FILE-CRC", "SR-PKL-CRC", "SR-FILE-GENERATION") for problem in problems):
         intact = False
+    problems = explain_consequences(problems)
     return InspectReport(
         path=str(checkpoint.path),
         state=state,
