@@ -9,7 +9,10 @@ from dataclasses import replace
 from samerun.errors import Problem, Severity
 
 # Findings that say that a file, or what it holds, cannot be read.
-_CAUSES = ("SR-FILE-MISSING", "SR-FILE-TRUNCATED", "SR-FILE-SPECIAL", "SR-FILE-ESCAPE", "SR-FILE-ITEM", "SR-FILE-EMPTY")
+_CAUSES = frozenset(
+    f"SR-FILE-{name}"
+    for name in ("MISSING", "TRUNCATED", "SPECIAL", "ESCAPE", "ITEM", "EMPTY", "TRANSFORM", "PACKED", "HEADER")
+)
 _CAUSE_FAMILIES = ("SR-PKL-", "SR-ZIP-")
 
 # What such a file can have held, by the kind of file.

@@ -190,7 +190,7 @@ def read_steps(checkpoint: Checkpoint) -> tuple[dict[str, float], dict[str, str]
         entry = checkpoint.state.tensors[key]
         try:
             steps[entry.key.fqn] = float(checkpoint.read(key).astype("float64").reshape(-1)[0])
-            files[entry.key.fqn] = str(checkpoint.locate(key, 0).file)
+            files[entry.key.fqn] = str(checkpoint.locate(key, 0).file).partition("@")[0]  # unpacked items
         except FormatError:
             continue
     return steps, files
