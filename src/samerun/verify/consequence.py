@@ -1,4 +1,4 @@
-"""Findings that another finding explains: what a missing or damaged file takes with it is said once, as its consequence."""
+"""Findings that another finding explains: what a missing or damaged file takes with it follows from it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Items written through a stream extension: undoes zstd where a module for it is there, refuses everything else.
 
-torch 2.7 and later can compress items (`torch.distributed.checkpoint._extension.ZStandard`, descriptor `stream.zstd/1`).
+torch 2.7 and later can compress items (`torch.distributed.checkpoint._extension`, descriptor `stream.zstd/1`).
 An item is then one zstd frame around the same small archive; its length in the metadata is that of the frame.
 """
 
