@@ -2,8 +2,8 @@
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 generate.py accelerate|trainer TARGET
 
-Needs torch, deepspeed, accelerate and transformers (see PROVENANCE.md); runs on a CPU with gloo. The truth is taken from
-the live engine: full fp32 parameters and moments.
+Needs torch, deepspeed, accelerate and transformers (see PROVENANCE.md); runs on a CPU with gloo. The truth is taken
+from the live engine: full fp32 parameters and moments.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def trainer(target: Path) -> None:
     work = target.parent / f"{target.name}-work"
     arguments = TrainingArguments(
         output_dir=str(work), max_steps=4, save_steps=4, per_device_train_batch_size=2, report_to=[],
-        deepspeed=CONFIG, learning_rate=1e-2, lr_scheduler_type="linear", warmup_steps=2, logging_steps=2, seed=1, ddp_backend="gloo",
-        disable_tqdm=True, optim="adamw_torch",
+        deepspeed=CONFIG, learning_rate=1e-2, lr_scheduler_type="linear", warmup_steps=2, logging_steps=2, seed=1,
+        ddp_backend="gloo", disable_tqdm=True, optim="adamw_torch",
     )  # fmt: skip
     torch.manual_seed(0)
     run = Trainer(model=Net(), args=arguments, train_dataset=samples(24))
