@@ -385,7 +385,7 @@ def _put_launch(draft: _Draft) -> None:
 
 
 def _put_convert(draft: _Draft, refused: Sequence[Problem]) -> None:
-    blocking = [problem for problem in refused if problem.severity is Severity.ERROR]
+    blocking = [problem for problem in refused if problem.severity is not Severity.NOTE]
     draft.lines.append("")
     if not blocking:
         draft.put("convert", None, "{to: dcp}, say, rewrites the checkpoint first; null loads it as it is", indent=0)

@@ -65,6 +65,7 @@ def _smallest_items(index: Index) -> Ints:
             exact = [min(math.prod(row) * tensor.dtype.num_bytes, _LARGEST) for row in sizes.tolist()]
             counts = np.array(exact, np.int64)
         smallest[tensor.rows[placed]] += counts[placed]
+    smallest[list(index.transforms)] = 1  # what a compressed item takes is known only when it is unpacked
     return smallest
 
 
@@ -76,9 +77,10 @@ def check_places_given(index: Index, items: Items) -> list[Problem]:
         if bool(lost.any()):
             problems.append(no_place(tensor.name))
     problems += [no_place(item.name) for item in index.objects if not item.rows]
-    for row, names in list(index.transforms.items())[:1]:
+    packed = [(row, names) for row, names in index.transforms.items() if not items.unpacks(row)]
+    for row, names in packed[:1]:
         file = items.files[int(index.places.file[row])]
-        problems.append(transformed(file.path, f"{len(index.transforms)} items", names))
+        problems.append(transformed(file.path, f"{len(packed)} items", names))
     return problems
 
 
