@@ -124,6 +124,15 @@ class Inspectable(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class WriteSource:
+    """What a writer is given: the state to be written, and the values of small tensors that belong into pickles."""
+
+    state: LogicalState
+    scalar: Callable[[str], Array]
+    """Reads a whole small tensor by key (step counters and the like), at most 64 KiB."""
+
+
 @runtime_checkable
 class Rigid(Protocol):
     """What a reader adds to `Checkpoint` when its own framework cannot load the format at every layout."""
