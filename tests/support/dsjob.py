@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from support.gloo import run_ranks
 from torch import nn
 from torch.nn import functional
+
+from support.gloo import run_ranks
 
 GLOBAL_BATCH, LENGTH, VOCAB, WIDTH, INNER = 12, 7, 61, 22, 37
 
@@ -257,7 +258,7 @@ def _quiet() -> None:
     deepspeed.init_distributed("gloo")
 
 
-def _source(rank: int, ranks: int, job: Job, folder: str, updates: int) -> dict[str, Any]:
+def _source(rank: int, ranks: int, job: Job, folder: str, updates: int, more: int) -> dict[str, Any]:
     _quiet()
     engine = make_engine(job, ranks)
     set_frozen(engine)
@@ -265,14 +266,8 @@ def _source(rank: int, ranks: int, job: Job, folder: str, updates: int) -> dict[
     client = {"epoch": 1, "consumed_samples": updates * job.batch, "torch_rng": torch.get_rng_state()}
     engine.save_checkpoint(folder, client_state=client)
     held, known = full_state(engine, job), facts(engine)
-    return {"losses": losses, "facts": known, "held": held if rank == 0 else None}
-
-
-def _uninterrupted(rank: int, ranks: int, job: Job, updates: int, more: int) -> list[float]:
-    _quiet()
-    engine = make_engine(job, ranks)
-    set_frozen(engine)
-    return train(engine, job, rank, ranks, 0, updates + more)
+    later = train(engine, job, rank, ranks, updates, more)
+    return {"losses": losses, "later": later, "facts": known, "held": held if rank == 0 else None}
 
 
 def _resumed(
@@ -282,22 +277,24 @@ def _resumed(
     engine = make_engine(job, ranks, universal)
     path, client = engine.load_checkpoint(folder, tag=tag)
     assert path is not None
+    before = full_state(engine, job) if remedy else {}
+    facts_before = facts(engine)
     if remedy:
-        exec(remedy, {"engine": engine, "path": path, "client": client})  # noqa: S102 - the documented lines themselves
+        exec(remedy, {"engine": engine, "path": path, "client": client})  # the documented lines themselves
     held, known = full_state(engine, job), facts(engine)
     losses = train(engine, job, rank, ranks, first, more)
     shown = {key: value for key, value in client.items() if isinstance(value, int | str)}
-    return {"losses": losses, "facts": known, "held": held if rank == 0 else None, "client": shown}
+    found = {"losses": losses, "facts": known, "facts_before": facts_before, "client": shown}
+    return found | ({"held": held, "held_before": before} if rank == 0 else {})
 
 
-def make_source(job: Job, ranks: int, folder: Path, updates: int = 5) -> dict[str, Any]:
-    """Trains, saves into `folder`, and returns what rank 0 held: `held`, `facts`, `losses`."""
-    return run_ranks(ranks, _source, job, str(folder), updates, timeout=240)[0]
+def make_source(job: Job, ranks: int, folder: Path, updates: int = 5, more: int = 5) -> dict[str, Any]:
+    """Trains, saves into `folder`, and trains on.
 
-
-def run_on(job: Job, ranks: int, updates: int = 5, more: int = 5) -> list[float]:
-    """Returns the losses of the uninterrupted run after `updates`."""
-    return run_ranks(ranks, _uninterrupted, job, updates, more, timeout=240)[0][updates:]
+    Returns what rank 0 held when it saved (`held`, `facts`), the losses before, and those of the uninterrupted run
+    `later`.
+    """
+    return run_ranks(ranks, _source, job, str(folder), updates, more, timeout=300)[0]
 
 
 def resume(
@@ -311,8 +308,12 @@ def resume(
     more: int = 5,
     universal: bool = False,
 ) -> dict[str, Any]:
-    """Loads with stock DeepSpeed, returns what rank 0 then held, and the losses of `more` updates."""
-    return run_ranks(ranks, _resumed, job, str(folder), tag, remedy, first, more, universal, timeout=240)[0]
+    """Loads with stock DeepSpeed and takes `more` updates.
+
+    Returns what rank 0 then held (`held`, `facts`, and as `..._before` that before the lines of `remedy`), and the
+    losses.
+    """
+    return run_ranks(ranks, _resumed, job, str(folder), tag, remedy, first, more, universal, timeout=300)[0]
 
 
 def differing(held: Mapping[str, np.ndarray], truth: Mapping[str, np.ndarray]) -> list[str]:
@@ -323,9 +324,16 @@ def differing(held: Mapping[str, np.ndarray], truth: Mapping[str, np.ndarray]) -
     ]
 
 
-def describe(job: Job) -> str:
-    """Returns the settings that are not the default, for a table."""
-    chosen = {key: value for key, value in asdict(job).items() if value and key not in ("batch", "stage")}
-    return ", ".join(f"{key}={value}" for key, value in chosen.items() if value is not True and value != "adamw") or (
-        ", ".join(key for key, value in chosen.items() if value is True)
-    )
+# The lines of docs/formats/universal.md, for what load_universal leaves undone.
+RESTORE_MODEL = """
+import os, deepspeed, torch
+held = torch.load(os.path.join(os.path.dirname(path), "mp_rank_00_model_states.pt"), weights_only=False)["module"]
+with deepspeed.zero.GatheredParameters([p for p in engine.module.parameters() if not p.requires_grad], modifier_rank=0):
+    engine.module.load_state_dict(held, strict=False)
+"""
+RESTORE_STAGE3 = """
+for group, saved in zip(engine.optimizer.param_groups, client["samerun_param_groups"]):
+    group.update(saved)
+for state in engine.optimizer.optimizer.state.values():
+    state["step"] = state["step"].clone()
+"""

@@ -69,7 +69,7 @@ def source_stage(state: LogicalState) -> int | None:
 
 
 def write_config(state: LogicalState, training: Training, settings: Settings) -> dict[str, Any]:
-    """Returns the configuration that the files are laid out for. The batch is the global one; how it is dealt is the job's."""
+    """Returns the configuration that the files are laid out for. How the global batch is dealt is the job's business."""
     config = dict(as_dict(state.objects.get("ds_config")))
     zero = dict(as_dict(config.get("zero_optimization")))
     micro, passes = as_count(config.get("train_micro_batch_size_per_gpu")), config.get("gradient_accumulation_steps")
@@ -174,7 +174,8 @@ def _apart(name: str, count: int, ranks: int) -> Problem:
         f"{count} ranks each have their own {name}, and the destination has {ranks} ranks",
         severity=Severity.WARNING,
         where={"key": name},
-        hint=f"all are kept, as {name}.rank0, {name}.rank1 and so on in the client state; none is given to a rank. Say in "
+        hint=f"all are kept, as {name}.rank0, {name}.rank1 and so on in the client state; none is given to a rank. "
+        "Say in "
         "the manifest what the new ranks begin with",
     )
 

@@ -75,7 +75,7 @@ def round_robin(members: Sequence[Trained], ranks: int) -> tuple[Trained, ...]:
 
 
 def alignment_gaps(members: Sequence[Trained], *, aligned: bool) -> tuple[int, ...]:
-    """Returns the padding after each parameter, in elements: to 16 bytes with `parameter_alignment`, none after the last."""
+    """Returns the padding after each parameter but the last, in elements: to 16 bytes with `parameter_alignment`."""
     gaps: list[int] = []
     position = 0
     for number, member in enumerate(members):

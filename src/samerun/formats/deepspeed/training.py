@@ -1,4 +1,4 @@
-"""What a run is to DeepSpeed: groups of trained parameters with masters, slots and one step each, and the rest of the model.
+"""What a run is to DeepSpeed: groups of trained parameters with masters, slots and one step each, and the other tensors.
 
 Made from any logical state, before anything is laid out. What DeepSpeed's files cannot hold is a finding.
 """
@@ -32,7 +32,7 @@ _LAYER = re.compile(r"(?:\d+|tied_modules)\.")
 class Trained:
     """A parameter that the optimizer trains. `masters` are its fp32 values (in fp32 runs the weights themselves).
 
-    `slots` are tensors of its own shape, by name. One that lacks a slot of its group never had a gradient.
+    `slots` are its optimizer tensors by name, counters among them.
     """
 
     name: str
@@ -116,7 +116,7 @@ def name_of(state: LogicalState, entry: TensorEntry) -> str:
 
 
 def check_parallel(state: LogicalState, layout: Layout | None, target: str) -> list[Problem]:
-    """Refuses what the writers do not lay out: DeepSpeed's pipelines and experts, and destinations cut other than by DP."""
+    """Refuses what is not laid out: DeepSpeed's pipelines and experts, destinations cut other than by data parallelism."""
     problems: list[Problem] = []
     fqns = [entry.key.fqn for entry in state.tensors.values() if entry.key.role is Role.PARAM]
     own = state.format in OWN_FORMATS
@@ -126,9 +126,7 @@ def check_parallel(state: LogicalState, layout: Layout | None, target: str) -> l
     if any(_EXPERT.search(fqn) for fqn in fqns) or (own and held is not None and held.ep > 1):
         problems.append(_parallel("the source has DeepSpeed's experts, which lie in files of their own", target))
     if layout is not None and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
-        problems.append(
-            _parallel(f"the destination {layout} is cut by tensor, pipeline or expert parallelism", target)
-        )
+        problems.append(_parallel(f"the destination {layout} is cut by tensor, pipeline or expert parallelism", target))
     return problems
 
 
@@ -144,12 +142,15 @@ def _groups(source: WriteSource, training: Training, owners: Mapping[str, str], 
     state, fqns = source.state, set[str]()
     slots = _slots_by_parameter(state)
     unknown: list[str] = []
+    stateless: list[str] = []
     for number, group in enumerate(state.groups):
         members: list[Trained] = []
         for fqn in dict.fromkeys(owners.get(name, name) for name in group.params):
             weights = state.tensors.get(f"param:{fqn}")
             if weights is None:
                 unknown.append(fqn)
+            elif slots and fqn not in slots:
+                stateless.append(fqn)
             elif fqn not in fqns:
                 masters = state.tensors.get(f"master:{fqn}", weights)
                 members.append(Trained(name_of(state, weights), weights, masters, slots.get(fqn, {})))
@@ -157,6 +158,8 @@ def _groups(source: WriteSource, training: Training, owners: Mapping[str, str], 
         training.groups.append(_group(source, training, number, members, group.hyperparameters))
     if unknown or not fqns:
         training.problems.append(_groupless(unknown, target))
+    if stateless:
+        training.problems.append(_stateless(stateless))
     kinds = {member.weights.dtype.name for group in training.groups for member in group.members}
     sixteen = sorted(kinds & set(_SIXTEEN))
     if sixteen:
@@ -200,7 +203,7 @@ def _group(
         training.problems.append(_odd_slot(odd))
     lacking = [member.name for member in members if not flat.keys() <= member.slots.keys()]
     if lacking:
-        training.problems.append(_stateless(lacking))
+        training.problems.append(_lacking(lacking))
     scalars = dict(_scalars(source, training, number, single))
     return TrainedGroup(tuple(members), settings, flat, scalars)
 
@@ -266,7 +269,8 @@ def _groupless(unknown: Sequence[str], target: str) -> Problem:
 def _mixed(kinds: Sequence[str], target: str) -> Problem:
     return Problem(
         "SR-DSW-MIXED",
-        f"trained parameters are of several element types ({', '.join(kinds)}); `{target}` concatenates them into one buffer",
+        f"trained parameters are of several element types ({', '.join(kinds)}); `{target}` concatenates them into one "
+        "buffer",
         hint="DeepSpeed casts the whole model to one type; convert with --dtype param=TYPE, or train it so",
     )
 
@@ -302,12 +306,27 @@ def _odd_slot(keys: Sequence[str]) -> Problem:
 
 def _stateless(names: Sequence[str]) -> Problem:
     return Problem(
+        "SR-DSW-STATELESS",
+        f"{len(names)} members of the parameter groups have no optimizer state; they are taken as frozen: "
+        f"{_some(names)}",
+        where={"tensor": names[0]},
+        hint="DeepSpeed keeps parameters with requires_grad=False out of its buffers, and these look like that. If "
+        "the job "
+        "freezes them, allow it: --allow SR-DSW-STATELESS. If it trains them and they never had a gradient, its "
+        "buffers are "
+        "longer than these: freeze them, or take one update first",
+    )
+
+
+def _lacking(names: Sequence[str]) -> Problem:
+    return Problem(
         "SR-DSW-NOSTATE",
-        f"{len(names)} parameters were never stepped and have no optimizer state; zeros are written: {_some(names)}",
+        f"{len(names)} parameters lack a slot that others in their group have; zeros are written: {_some(names)}",
         severity=Severity.WARNING,
         where={"tensor": names[0]},
-        hint="ZeRO keeps one step for the whole group and decays every parameter of it. If they get gradients later, bias "
-        "correction counts from the group's step, not from their first",
+        hint="a flat buffer has a place for every parameter. An optimizer that makes the slot at its first use begins "
+        "with "
+        "zeros as well",
     )
 
 

@@ -287,7 +287,8 @@ def check_loader(assembled: Assembled) -> list[Problem]:
                 f"DeepSpeed does not restore {len(left)} buffers and frozen parameters from here: {_some(left)}",
                 severity=Severity.WARNING,
                 where={"file": str(source.root), "tensor": left[0]},
-                hint="load_universal reads only what the optimizer trains. Copy these into the model yourself, from the "
+                hint="load_universal reads only what the optimizer trains. Copy these into the model yourself, from "
+                "the "
                 "model files beside it: docs/formats/universal.md has the lines",
             )
         )
@@ -301,7 +302,8 @@ def check_loader(assembled: Assembled) -> list[Problem]:
             severity=Severity.NOTE,
             where={"file": str(source.root)},
             hint="any number of data-parallel ranks is fine, and tensor-parallel degrees that the model's patterns "
-            "describe. Another stage ends in an empty AssertionError: `samerun convert --to universal` makes one for all "
+            "describe. Another stage ends in an empty AssertionError: `samerun convert --to universal` makes one for "
+            "all "
             "stages",
         )
     )

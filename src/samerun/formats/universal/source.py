@@ -36,9 +36,10 @@ _MOST_FOLDERS = 1_000_000
 class Source:
     """An opened directory. `slots` are by parameter and slot (`fp32`, `exp_avg`, `step`, ...).
 
-    `spare` is the model file for stage 3 beside the one for stages 1 and 2: samerun writes both, with the same content but
-    the tensors, so that every stage finds its own. `common` is what the converter kept of one rank's optimizer file: groups, scaler and, from stage 3, that rank's own
-    shard of everything. `unreadable` are the (parameter, slot) whose file could not be read.
+    `spare` is the model file for stage 3 beside the one for stages 1 and 2: samerun writes both, with the same content
+    but the tensors, so that every stage finds its own. `common` is what the converter kept of one rank's optimizer
+    file: groups, scaler and, from stage 3, that rank's own shard of everything. `unreadable` are the (parameter, slot)
+    whose file could not be read.
     """
 
     root: Path

@@ -1,9 +1,9 @@
-"""Lays out a universal checkpoint that stock DeepSpeed (0.19.8, `load_universal`) takes at any degree and at stages 1, 2 and 3.
+"""Lays out a universal checkpoint that stock DeepSpeed (0.19.8, `load_universal`) takes at any degree and stage (1 to 3).
 
 Two model files make it fit every stage: stages 1 and 2 look for `mp_rank_00_model_states.pt`, stage 3 for
-`zero_pp_rank_0_mp_rank_00_model_states.pt`. What DeepSpeed's loader cannot take from any file is a finding with the lines that
-do it after loading: buffers and frozen parameters at every stage; group hyperparameters and steps at stage 3, where nothing
-wrong is put into the place that its loader reads (only what all groups share).
+`zero_pp_rank_0_mp_rank_00_model_states.pt`. What DeepSpeed's loader cannot take from any file is a finding with the
+lines that do it after loading: buffers and frozen parameters at every stage; group hyperparameters and steps at stage
+3, where nothing wrong is put into the place that its loader reads (only what all groups share).
 """
 
 from __future__ import annotations
@@ -180,7 +180,8 @@ def _left(names: list[str]) -> Problem:
         f"load_universal never restores buffers and frozen parameters: {some}",
         severity=Severity.WARNING,
         where={"tensor": names[0]},
-        hint="they are in `module` of mp_rank_00_model_states.pt; docs/formats/universal.md has the three lines that load them. "
+        hint="they are in `module` of mp_rank_00_model_states.pt; docs/formats/universal.md has the three lines that "
+        "load them. "
         "`--to zero` needs none",
     )
 
@@ -202,7 +203,8 @@ def _steps() -> Problem:
         "at stage 3, load_universal gives one step tensor to all sub-groups, which then count it up together",
         severity=Severity.WARNING,
         where={"key": STEP},
-        hint="after loading: `for state in engine.optimizer.optimizer.state.values(): state['step'] = state['step'].clone()`. "
+        hint="after loading: `for state in engine.optimizer.optimizer.state.values(): state['step'] = "
+        "state['step'].clone()`. "
         "Stages 1 and 2, and `--to zero`, need none",
     )
 
@@ -220,7 +222,8 @@ def _slots(names: list[str]) -> Problem:
 def _small(groups: list[int], ranks: int) -> Problem:
     return Problem(
         "SR-UNI-SMALL",
-        f"group {groups[0]} has too few elements for {ranks} ranks: at stages 1 and 2 load_universal stops with an IndexError",
+        f"group {groups[0]} has too few elements for {ranks} ranks: at stages 1 and 2 load_universal stops with an "
+        "IndexError",
         severity=Severity.WARNING,
         where={"key": f"param_groups.{groups[0]}"},
         hint="a rank without any parameter of a group is more than its loader expects; use `--to zero`",

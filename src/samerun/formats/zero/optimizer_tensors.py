@@ -262,8 +262,8 @@ def _groups(source: Source, names: Names, flat: Flat) -> Iterator[tuple[list[str
 def own_order(source: Source, mp: int, number: int, shapes: Shapes) -> list[str]:
     """Returns a group's names in the order in which the optimizer was given them.
 
-    Round-robin gradients shuffle the flattened order. DeepSpeed's maps, one rank's after the other, keep the old one; maps
-    that follow the buffers, as samerun writes them, do not, and then the shuffle is undone.
+    Round-robin gradients shuffle the flattened order. DeepSpeed's maps, one rank's after the other, keep the old one;
+    maps that follow the buffers, as samerun writes them, do not, and then the shuffle is undone.
     """
     listed = [name for name, _ in shapes]
     mapped: dict[str, None] = {}

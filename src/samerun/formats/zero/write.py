@@ -1,9 +1,9 @@
-"""Lays out a native DeepSpeed checkpoint (stages 1 to 3, 0.19.8) that stock `load_checkpoint` takes at the layout's degree.
+"""Lays out a native DeepSpeed checkpoint (stages 1 to 3, 0.19.8) that stock `load_checkpoint` takes at a layout's degree.
 
 Where values lie depends on the job's own configuration: stage, ranks, `round_robin_gradients`, `parameter_alignment`,
-`sub_group_size`, 16-bit type. It is taken from a DeepSpeed source, and the `ds_config` in the files says what was assumed.
-Any other source gives stage 3 if its parameters were sharded, else stage 2, and defaults. Files of stages 1 and 2 are alike
-and load into either, with BF16_Optimizer too.
+`sub_group_size`, 16-bit type. It is taken from a DeepSpeed source, and the `ds_config` in the files says what was
+assumed. Any other source gives stage 3 if its parameters were sharded, else stage 2, and defaults. Files of stages 1
+and 2 are alike and load into either, with BF16_Optimizer too.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def lay_out(source: WriteSource, layout: Layout | None = None, *, stage: int | N
 
     Args:
         source: the state.
-        layout: ranks of the destination; those of the source where none is given. Its batch replicas share the optimizer.
-        stage: 1, 2 or 3; the source's own, or what fits it, where none is given.
+        layout: ranks of the destination; those of the source where none is given. Its batch replicas share the
+        optimizer. stage: 1, 2 or 3; the source's own, or what fits it, where none is given.
     """
     state = source.state
     training = plan_training(source, layout, "zero")
@@ -236,7 +236,8 @@ class _Writer:
 def _mapping(group: TrainedGroup, buffer: Buffer) -> dict[str, Any]:
     """Returns where each parameter's part lies in a rank's buffer, in the group's own order.
 
-    DeepSpeed writes the places of the unshuffled order here whatever `round_robin_gradients` is; these are the true ones.
+    DeepSpeed writes the places of the unshuffled order here whatever `round_robin_gradients` is; these are the true
+    ones.
     """
     held = {segment.name: fragment(segment.start, segment.count) for segment in buffer.segments}
     return {member.name: held[member.name] for member in group.members if member.name in held}
@@ -256,5 +257,6 @@ def _assumes(settings: Settings, training: Training) -> Problem:
         "SR-DSW-ASSUMES",
         f"laid out for a job with {', '.join(parts)}",
         severity=Severity.NOTE,
-        hint="the job's configuration must say the same, and its groups must hold the same parameters in the same order",
+        hint="the job's configuration must say the same, and its groups must hold the same parameters in the same "
+        "order",
     )
