@@ -26,20 +26,23 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 SITUATIONS: dict[str, tuple[dict[str, Any], int, int, int]] = {  # job, ranks, ranks after, stage after
-    "stage 1": ({"stage": 1}, 3, 2, 1),
-    "stage 2, a parameter never used": ({"stage": 2, "unused": True}, 3, 2, 2),
     "stage 3, sub-groups": ({"stage": 3, "unused": True, "sub_group_size": 1500}, 3, 2, 3),
-    "stage 2, round_robin_gradients": ({"stage": 2, "round_robin": True}, 3, 2, 2),
-    "stage 3, bf16, tied": ({"stage": 3, "bf16": True, "tied": True}, 3, 4, 3),
-    "stage 2, bf16, tied": ({"stage": 2, "bf16": True, "tied": True}, 3, 4, 2),
+    "stage 2, round_robin_gradients (off after `--to universal`)": (
+        {"stage": 2, "unused": True, "round_robin": True},
+        3,
+        2,
+        2,
+    ),
+    "stage 1 to stage 3": ({"stage": 1}, 3, 2, 3),
+    "stage 3 to stage 1": ({"stage": 3, "tied": True}, 2, 3, 1),
+    "stage 1, bf16, gradients in fp32": ({"stage": 1, "bf16": True, "grads_in_fp32": True}, 3, 2, 1),
+    "stage 3, bf16": ({"stage": 3, "bf16": True, "tied": True}, 3, 4, 3),
     "stage 2, SGD with momentum": ({"stage": 2, "optimizer": "sgd"}, 3, 2, 2),
-    "stage 1 to stage 3": ({"stage": 1}, 2, 3, 3),
-    "stage 3 to stage 1": ({"stage": 3}, 2, 3, 1),
-    "stage 2, parameter_alignment": ({"stage": 2, "bf16": True, "aligned": True}, 3, 2, 2),
-    "stage 1, bf16, gradients in fp32": ({"stage": 1, "bf16": True, "grads_in_fp32": True}, 2, 3, 1),
-    "stage 2, CPUAdam offload": ({"stage": 2, "offload": True}, 2, 3, 2),
-    "stage 3, one rank": ({"stage": 3}, 3, 1, 3),
+    "stage 2, bf16, parameter_alignment": ({"stage": 2, "bf16": True, "aligned": True}, 3, 2, 2),
+    "stage 3, to one rank": ({"stage": 3}, 3, 1, 3),
+    "stage 1": ({"stage": 1}, 3, 2, 1),
     "stage 2, from one rank": ({"stage": 2}, 1, 4, 2),
+    "stage 2, CPUAdam offload": ({"stage": 2, "offload": True}, 2, 3, 2),
 }
 
 
@@ -130,9 +133,10 @@ def run_situation(name: str, work: Path) -> dict[str, Any]:
     layout = Layout(dp_shard=after)
     carry_out(lay_out_universal(source_of(checkpoint), layout), checkpoint, work / "universal")
     carry_out(lay_out_zero(source_of(checkpoint), layout, stage=stage), checkpoint, work / "zero")
+    plain = replace(then, round_robin=False)  # load_universal fills shuffled buffers in the unshuffled order
     lines = RESTORE_MODEL + (RESTORE_STAGE3 if stage == 3 else "")
     result["zero"] = measure(then, after, work / "zero", truth)
-    result["universal"] = measure(then, after, work / "universal", truth, universal=True, remedy=lines)
+    result["universal"] = measure(plain, after, work / "universal", truth, universal=True, remedy=lines)
     return result
 
 

@@ -161,7 +161,7 @@ def batch_of(job: Job, update: int, rank: int, ranks: int) -> torch.Tensor:
 
 
 def train(engine: Any, job: Job, rank: int, ranks: int, first: int, count: int) -> list[float]:
-    """Takes updates; returns the global loss of each."""
+    """Takes updates; returns the global loss of each, computed from the logits in double precision."""
     losses: list[float] = []
     for update in range(first, first + count):
         ids = batch_of(job, update, rank, ranks)
@@ -169,7 +169,8 @@ def train(engine: Any, job: Job, rank: int, ranks: int, first: int, count: int) 
         loss = functional.cross_entropy(logits.float()[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         engine.backward(loss)
         engine.step()
-        total = loss.detach().double()
+        with torch.no_grad():
+            total = functional.cross_entropy(logits.double()[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         dist.all_reduce(total)
         losses.append(float(total) / ranks)
         _move_buffer(engine, update)
@@ -209,15 +210,37 @@ def full_state(engine: Any, job: Job) -> dict[str, np.ndarray]:
         for name, buffer in engine.module.named_buffers()
         if name != "scratch"
     }
+    shuffled = held_by_buffers(engine, job) if job.round_robin else {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=job.stage == 3):
             weights = parameter.detach().float().clone().numpy()
         held[f"module/{name}"] = weights
-        if parameter.requires_grad:
+        if parameter.requires_grad and not job.round_robin:
             found = {"fp32": safe_get_full_fp32_param(parameter)}
             for slot in slots_of(job):
                 found[slot] = safe_get_full_optimizer_state(parameter, slot)
             held |= {f"{slot}/{name}": full.float().numpy().reshape(weights.shape) for slot, full in found.items()}
+    return held | shuffled
+
+
+def held_by_buffers(engine: Any, job: Job) -> dict[str, np.ndarray]:
+    """Returns masters and slots at stages 1 and 2 from all ranks' flat buffers, in the order in which they were flattened.
+
+    DeepSpeed's own interface (0.19.8) looks in the unshuffled places when `round_robin_gradients` is on.
+    """
+    optimizer = engine.optimizer
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    held: dict[str, np.ndarray] = {}
+    for number, members in enumerate(optimizer.round_robin_bit16_groups):
+        masters = optimizer.single_partition_of_fp32_groups[number]
+        parts = {"fp32": masters} | {slot: optimizer.optimizer.state[masters][slot] for slot in slots_of(job)}
+        for slot, part in parts.items():
+            ranks = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+            dist.all_gather(ranks, part.detach().contiguous())
+            whole = torch.cat(ranks)
+            for parameter, start in zip(members, optimizer.round_robin_bit16_offsets[number], strict=True):
+                values = whole[start : start + parameter.numel()].reshape(parameter.shape)
+                held[f"{slot}/{names[id(parameter)]}"] = values.numpy().copy()
     return held
 
 

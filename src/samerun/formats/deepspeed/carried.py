@@ -69,7 +69,7 @@ def source_stage(state: LogicalState) -> int | None:
 
 
 def write_config(state: LogicalState, training: Training, settings: Settings) -> dict[str, Any]:
-    """Returns the configuration that the files are laid out for. How the global batch is dealt is the job's business."""
+    """Returns the configuration that the files are laid out for. How the global batch is dealt is the job's."""
     config = dict(as_dict(state.objects.get("ds_config")))
     zero = dict(as_dict(config.get("zero_optimization")))
     micro, passes = as_count(config.get("train_micro_batch_size_per_gpu")), config.get("gradient_accumulation_steps")

@@ -1,4 +1,4 @@
-"""What a run is to DeepSpeed: groups of trained parameters with masters, slots and one step each, and the other tensors.
+"""What a run is to DeepSpeed: groups of trained parameters with masters, slots and one step each, and the rest.
 
 Made from any logical state, before anything is laid out. What DeepSpeed's files cannot hold is a finding.
 """
@@ -116,7 +116,7 @@ def name_of(state: LogicalState, entry: TensorEntry) -> str:
 
 
 def check_parallel(state: LogicalState, layout: Layout | None, target: str) -> list[Problem]:
-    """Refuses what is not laid out: DeepSpeed's pipelines and experts, destinations cut other than by data parallelism."""
+    """Refuses what is not laid out: DeepSpeed's pipelines and experts, destinations cut by more than data."""
     problems: list[Problem] = []
     fqns = [entry.key.fqn for entry in state.tensors.values() if entry.key.role is Role.PARAM]
     own = state.format in OWN_FORMATS

@@ -1,4 +1,4 @@
-"""Lays out a universal checkpoint that stock DeepSpeed (0.19.8, `load_universal`) takes at any degree and stage (1 to 3).
+"""Lays out a universal checkpoint that stock DeepSpeed (0.19.8, `load_universal`) takes at any degree and any stage.
 
 Two model files make it fit every stage: stages 1 and 2 look for `mp_rank_00_model_states.pt`, stage 3 for
 `zero_pp_rank_0_mp_rank_00_model_states.pt`. What DeepSpeed's loader cannot take from any file is a finding with the
@@ -19,13 +19,11 @@ from samerun.core.state import TensorEntry
 from samerun.core.written import DestinationPlan, FilePlan
 from samerun.errors import Problem, Severity
 from samerun.formats.base import WriteSource
-from samerun.formats.deepspeed.carried import Carried, carry, read_settings, source_stage, write_common, write_config
-from samerun.formats.deepspeed.flat import concatenated_buffer
-from samerun.formats.deepspeed.modelfile import frozen_shapes, untrained_module, write_shapes
-from samerun.formats.deepspeed.names import model_name
-from samerun.formats.deepspeed.records import WRITTEN_VERSION, is_dynamic, loss_scaler, stage_number
-from samerun.formats.deepspeed.states import as_dict
-from samerun.formats.deepspeed.training import (
+from samerun.formats.deepspeed.carried import Carried, Settings, carry, read_settings, source_stage, write_common,
+write_config from samerun.formats.deepspeed.flat import concatenated_buffer from samerun.formats.deepspeed.modelfile
+import frozen_shapes, untrained_module, write_shapes from samerun.formats.deepspeed.names import model_name from
+samerun.formats.deepspeed.records import WRITTEN_VERSION, is_dynamic, loss_scaler, stage_number from
+samerun.formats.deepspeed.states import as_dict from samerun.formats.deepspeed.training import (
     STEP,
     Trained,
     Training,
@@ -62,7 +60,7 @@ def lay_out(source: WriteSource, layout: Layout | None = None) -> DestinationPla
         files=tuple(file for file, _ in files),
         tensors=gather_slots([slots for _, slots in files]),
         dropped={**training.dropped, **carried.dropped, **made_from_masters(training)},
-        problems=(*training.problems, *carried.problems, *check_loader(training, ranks)),
+        problems=(*training.problems, *carried.problems, *check_loader(training, ranks), *_check_order(settings)),
     )
 
 
@@ -166,6 +164,23 @@ def check_loader(training: Training, ranks: int) -> list[Problem]:
     if small:
         problems.append(_small(small, ranks))
     return problems
+
+
+def _check_order(settings: Settings) -> list[Problem]:
+    """Refuses, for a job as the source was, what `load_universal` would shuffle."""
+    if not settings.round_robin or settings.stage == 3:
+        return []
+    return [
+        Problem(
+            "SR-UNI-SHUFFLE",
+            "the run uses round_robin_gradients, with which load_universal puts values into wrong places without an "
+            "error",
+            where={"key": "zero_optimization.round_robin_gradients"},
+            hint="the files are right: with the setting off, the job loads them right, and updates are the same. If "
+            "it will "
+            "be off, allow this: --allow SR-UNI-SHUFFLE. `--to zero` is right with it on",
+        )
+    ]
 
 
 def _leaves_a_rank_empty(members: tuple[Trained, ...], ranks: int) -> bool:

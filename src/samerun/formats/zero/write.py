@@ -1,4 +1,4 @@
-"""Lays out a native DeepSpeed checkpoint (stages 1 to 3, 0.19.8) that stock `load_checkpoint` takes at a layout's degree.
+"""Lays out a native DeepSpeed checkpoint (stages 1 to 3, 0.19.8) that stock `load_checkpoint` takes at any degree.
 
 Where values lie depends on the job's own configuration: stage, ranks, `round_robin_gradients`, `parameter_alignment`,
 `sub_group_size`, 16-bit type. It is taken from a DeepSpeed source, and the `ds_config` in the files says what was
