@@ -1,4 +1,4 @@
-"""What is written for DeepSpeed reads back as what was read at other degrees, and is DeepSpeed's own layout at the same."""
+"""What is written for DeepSpeed reads back equal at other degrees, and is DeepSpeed's own layout at the same one."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def full_state(engine: Any, job: Job) -> dict[str, np.ndarray]:
 
 
 def held_by_buffers(engine: Any, job: Job) -> dict[str, np.ndarray]:
-    """Returns masters and slots at stages 1 and 2 from all ranks' flat buffers, in the order in which they were flattened.
+    """Returns masters and slots at stages 1 and 2 from all ranks' flat buffers, in their own order.
 
     DeepSpeed's own interface (0.19.8) looks in the unshuffled places when `round_robin_gradients` is on.
     """

@@ -19,11 +19,21 @@ from samerun.core.state import TensorEntry
 from samerun.core.written import DestinationPlan, FilePlan
 from samerun.errors import Problem, Severity
 from samerun.formats.base import WriteSource
-from samerun.formats.deepspeed.carried import Carried, Settings, carry, read_settings, source_stage, write_common,
-write_config from samerun.formats.deepspeed.flat import concatenated_buffer from samerun.formats.deepspeed.modelfile
-import frozen_shapes, untrained_module, write_shapes from samerun.formats.deepspeed.names import model_name from
-samerun.formats.deepspeed.records import WRITTEN_VERSION, is_dynamic, loss_scaler, stage_number from
-samerun.formats.deepspeed.states import as_dict from samerun.formats.deepspeed.training import (
+from samerun.formats.deepspeed.carried import (
+    Carried,
+    Settings,
+    carry,
+    read_settings,
+    source_stage,
+    write_common,
+    write_config,
+)
+from samerun.formats.deepspeed.flat import concatenated_buffer
+from samerun.formats.deepspeed.modelfile import frozen_shapes, untrained_module, write_shapes
+from samerun.formats.deepspeed.names import model_name
+from samerun.formats.deepspeed.records import WRITTEN_VERSION, is_dynamic, loss_scaler, stage_number
+from samerun.formats.deepspeed.states import as_dict
+from samerun.formats.deepspeed.training import (
     STEP,
     Trained,
     Training,
