@@ -197,7 +197,7 @@ def _wrong(source: Source, tensors: list[str], count: str) -> Problem:
         where={"file": str(source.root / FOLDER), "tensor": tensors[0]},
         expected="the values that the run's own files in this folder hold",
         hint=f"{cause}. The converter says nothing, and moments are wrong in the same places. Convert the original "
-        "checkpoint with `samerun convert --to universal`",
+        "checkpoint with `samerun convert --to zero`",
     )
 
 
