@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from samerun.errors import Problem, Severity
 from samerun.formats.deepspeed.model import OWN_KEYS, stage_of
 from samerun.formats.deepspeed.records import WRITTEN_VERSION
 from samerun.formats.deepspeed.states import as_count, as_dict
-from samerun.formats.deepspeed.training import OWN_FORMATS, Training
+from samerun.formats.deepspeed.training import OWN_FORMATS, STEP, Training
 from samerun.formats.statedict.carry import carry_objects
 
 _RANK = re.compile(r"(.+)\.rank(\d+)")
@@ -84,21 +84,37 @@ def write_config(state: LogicalState, training: Training, settings: Settings) ->
     return {**config, "zero_optimization": {**zero, "stage": settings.stage}}
 
 
-def write_common(state: LogicalState, ranks: int, config: Mapping[str, Any], carried: Carried) -> dict[str, Any]:
-    """Returns the counters and settings of a model file (`DeepSpeedEngine._common_checkpoint_state`)."""
+def updates_of(state: LogicalState, training: Training) -> int:
+    """Returns how many updates the run completed; the optimizer's own step where the source does not count them."""
+    if state.progress.update is not None:
+        return state.progress.update
+    steps = [group.scalars[STEP] for group in training.groups if STEP in group.scalars]
+    return int(max((values.item() for values in steps), default=0))
+
+
+def write_common(
+    state: LogicalState, ranks: int, updates: int, config: Mapping[str, Any], carried: Carried, rank: int = 0
+) -> dict[str, Any]:
+    """Returns a model file but for the model: counters, settings and the script's own state.
+
+    The first are those of `DeepSpeedEngine._common_checkpoint_state`.
+    """
     skipped = as_count(state.objects.get("skipped_steps")) or 0
+    client = carried.of_rank(rank)
+    sampler = client.pop("data_sampler", None)
     return {
         "lr_scheduler": carried.scheduler,
-        "data_sampler": carried.client.get("data_sampler"),
+        "data_sampler": sampler,
         "random_ltd": state.objects.get("random_ltd"),
         "skipped_steps": skipped,
-        "global_steps": (state.progress.update or 0) + skipped,
-        "global_samples": state.progress.samples or 0,
+        "global_steps": updates + skipped,
+        **({"global_samples": state.progress.samples} if state.progress.samples is not None else {}),
         "dp_world_size": ranks,
         "mp_world_size": 1,
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
         "ds_config": dict(config),
         "ds_version": WRITTEN_VERSION,
+        **client,
     }
 
 
@@ -163,9 +179,21 @@ def _carry_foreign(state: LogicalState) -> Carried:
     carried = Carried(dropped=found.dropped, problems=list(found.problems))
     sections = dict(found.sections)
     if found.scheduler is not None:
-        carried.scheduler = sections.pop(found.scheduler, None)
+        carried.scheduler = _take(sections, found.scheduler)
     carried.client = {f"{name}_objects" if name in OWN_KEYS else name: value for name, value in sections.items()}
     return carried
+
+
+def _take(sections: dict[str, Any], name: str) -> Any:
+    """Takes a section out, which may lie inside others by the dots in its name."""
+    if name in sections or "." not in name:
+        return sections.pop(name, None)
+    first, rest = name.split(".", 1)
+    inner = sections.get(first)
+    taken = _take(inner, rest) if isinstance(inner, dict) else None
+    if inner == {}:
+        del sections[first]
+    return taken
 
 
 def _apart(name: str, count: int, ranks: int) -> Problem:
@@ -178,9 +206,3 @@ def _apart(name: str, count: int, ranks: int) -> Problem:
         "Say in "
         "the manifest what the new ranks begin with",
     )
-
-
-def group_settings(training: Training) -> Iterator[dict[str, Any]]:
-    """Yields each group's hyperparameters, members left out."""
-    for group in training.groups:
-        yield dict(group.settings)

@@ -25,6 +25,7 @@ from samerun.formats.deepspeed.carried import (
     carry,
     read_settings,
     source_stage,
+    updates_of,
     write_common,
     write_config,
 )
@@ -60,7 +61,7 @@ def lay_out(source: WriteSource, layout: Layout | None = None) -> DestinationPla
     carried = carry(state, ranks, files_by_rank=False)
     config = write_config(state, training, settings)
     writer = _Writer(source, training, carried, config, ranks)
-    tag = f"global_step{state.progress.update or 0}_universal"
+    tag = f"global_step{updates_of(state, training)}_universal"
     pieces = Pieces()
     pieces.write(tag.encode())
     files: list[tuple[FilePlan, list[Slot]]] = [(pieces.file("latest_universal"), [])]
@@ -108,7 +109,7 @@ class _Writer:
 
     def _model(self, module: Mapping[str, Any]) -> dict[str, Any]:
         training = self.training
-        client = {name: value for name, value in self.carried.client.items() if name != "data_sampler"}
+        updates = updates_of(self.source.state, training)
         return {
             "module": dict(module),
             "buffer_names": [held.name for held in training.buffers],
@@ -117,8 +118,7 @@ class _Writer:
             "frozen_param_shapes": frozen_shapes(training),
             "shared_params": dict(training.shared),
             "frozen_param_fragments": None,
-            **write_common(self.source.state, self.ranks, self.config, self.carried),
-            **client,
+            **write_common(self.source.state, self.ranks, updates, self.config, self.carried),
             GROUPS: [dict(group.settings) for group in training.groups],
         }
 

@@ -23,6 +23,7 @@ from samerun.formats.deepspeed.carried import (
     carry,
     read_settings,
     source_stage,
+    updates_of,
     write_common,
     write_config,
 )
@@ -74,7 +75,7 @@ def lay_out(source: WriteSource, layout: Layout | None = None, *, stage: int | N
     carried = carry(state, ranks, files_by_rank=settings.stage == 3)
     config = write_config(state, training, settings)
     writer = _Writer(state, training, settings, carried, config)
-    tag = f"global_step{state.progress.update or 0}"
+    tag = f"global_step{updates_of(state, training)}"
     files: list[tuple[FilePlan, list[Slot]]] = [_text("latest", tag)]
     files += [_archive(f"{tag}/{name}", value) for name, value in writer.files()]
     lost = made_from_masters(training) if settings.stage == 3 else {}
@@ -154,8 +155,7 @@ class _Writer:
             "frozen_param_shapes": frozen_shapes(training),
             "shared_params": dict(training.shared) if rank == 0 else {},
             "frozen_param_fragments": fragments,
-            **write_common(self.state, ranks, self.config, self.carried),
-            **{name: value for name, value in self.carried.of_rank(rank).items() if name != "data_sampler"},
+            **write_common(self.state, ranks, updates_of(self.state, training), self.config, self.carried, rank),
         }
 
     def _order(self, group: TrainedGroup) -> tuple[Trained, ...]:
