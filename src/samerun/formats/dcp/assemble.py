@@ -129,7 +129,7 @@ class _Assembly:
             data=sections.data,
             objects=objects,
             topology=find_topology(self.index, self.tensors, self.stored, tree),
-            written_by=self.written_by(),
+            written_by=self.written_by(optimizers),
             problems=tuple(self.problems),
         )
         return Assembled(state, self.stored, self.constants, self.items, self.index, self.num_metadata)
@@ -297,8 +297,10 @@ class _Assembly:
         value = self.value_of(self.stored[key].name)
         return float(value) if isinstance(value, int | float) else None
 
-    def written_by(self) -> dict[str, str]:
+    def written_by(self, optimizers: list[Optimizer]) -> dict[str, str]:
         found = {"format": f"torch.distributed.checkpoint {self.index.version or ''}".strip()}
+        if any(optimizer.flattened for optimizer in optimizers):
+            found["optimizer_state"] = "flattened"
         return found | ({"save_id": self.index.save_id} if self.index.save_id else {})
 
 

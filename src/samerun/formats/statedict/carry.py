@@ -1,13 +1,14 @@
 """Everything of a logical state that is neither tensor nor group, made ready to be written into pickles again.
 
-Reading makes plain data of what it meets; this makes, as far as rules can, what was there before: tensors of arrays, tuples
-where a loader insists on them. What no rule brings back (a class that is not known, a tensor too large to be kept among the
-objects) is left out and named.
+Reading makes plain data of what it meets; this makes, as far as rules can, what was there before: tensors of arrays,
+tuples where a loader insists on them. What no rule brings back (a class that is not known, a tensor too large to be
+kept among the objects) is left out and named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,8 @@ from samerun.core.state import LogicalState
 from samerun.errors import Problem
 from samerun.formats.statedict.progress import read_progress
 from samerun.formats.statedict.tree import flatten
-from samerun.formats.torchfile.emit import Tensor, known
+from samerun.formats.torchfile.emit import emit_pickle
+from samerun.formats.torchfile.nodes import known
 from samerun.formats.torchfile.unpickle import Inert
 
 _COUNTERS = ("update", "samples", "tokens", "epoch")
@@ -48,8 +50,7 @@ def carry_objects(state: LogicalState, *, numpy: bool) -> Carried:
     only); without, they become tensors, which `numpy.random.set_state` takes as well. All other arrays become tensors.
     """
     carried = Carried()
-    named = {name: value for name, value in _sections(state, carried)}
-    for name, value in named.items():
+    for name, value in dict(_sections(state, carried)).items():
         converted, left_out = _convert_all(value, name, numpy=numpy)
         for place, why in left_out.items():
             carried.dropped[place] = why
@@ -63,11 +64,13 @@ def carry_objects(state: LogicalState, *, numpy: bool) -> Carried:
 def _sections(state: LogicalState, carried: Carried) -> Iterator[tuple[str, Any]]:
     """Yields (name, value): whole sections where the state has them nested, single objects otherwise."""
     whole: dict[str, Any] = {**state.rng, **state.data}
-    if state.scheduler:
+    done: set[str] = set()
+    if state.scheduler:  # the first that looks like one is taken for the scheduler
         carried.scheduler = _find_section(state.scheduler, state.objects) or "lr_scheduler"
         whole[carried.scheduler] = state.scheduler
+        done.add(carried.scheduler)
+        yield carried.scheduler, state.scheduler
     covered = {flat for name, node in whole.items() for flat, _ in flatten(node, name)}
-    done: set[str] = set()
     for name, value in state.objects.items():
         if name not in covered:
             yield name, value
@@ -102,7 +105,7 @@ def _find_section(node: Mapping[str, Any], objects: Mapping[str, Any]) -> str | 
 
 
 def _plant(tree: dict[str, Any], name: str, value: Any) -> None:
-    """Puts a value into nested mappings by its dotted name; under the rest of the name where something else is in the way."""
+    """Puts a value into nested mappings by its dotted name, undivided where something else is in the way."""
     parts = name.split(".")
     node = tree
     for i, part in enumerate(parts[:-1]):
@@ -123,6 +126,10 @@ _NOTHING = object()
 def _convert_all(value: Any, name: str, *, numpy: bool) -> tuple[Any, dict[str, str]]:
     """Converts a section. Of a mapping, entries that cannot be written are left out one by one."""
     left_out: dict[str, str] = {}
+    if isinstance(value, Mapping) and _PICKLED.search(name):
+        emitted = _as_pickle(value)
+        if emitted is not None:
+            return emitted, left_out
     if isinstance(value, Mapping) and value:
         kept: dict[Any, Any] = {}
         for key, item in value.items():
@@ -135,6 +142,18 @@ def _convert_all(value: Any, name: str, *, numpy: bool) -> tuple[Any, dict[str, 
         return writable(value, numpy=numpy), left_out
     except _Unwritable as error:
         return _NOTHING, {name: str(error)}
+
+
+# torchtitan keeps each rank's loader state as a pickle of its own; readers look inside.
+_PICKLED = re.compile(r"(?:^|\.)dp_rank_\d+$")
+
+
+def _as_pickle(value: Any) -> bytes | None:
+    try:
+        emitted = emit_pickle(writable(value))
+    except (_Unwritable, TypeError):
+        return None
+    return emitted.pickle if not emitted.storages else None
 
 
 def writable(value: Any, *, numpy: bool = False) -> Any:
@@ -198,15 +217,3 @@ def _left_out(dropped: Mapping[str, str]) -> Problem:
         where={"key": name},
         hint="if the run can do without them, allow it: --allow SR-WRITE-OBJECT; they stay in the source",
     )
-
-
-def map_tensors(value: Any, place: Callable[[tuple[str | int, ...], Tensor], None], path: tuple[Any, ...] = ()) -> None:
-    """Calls `place` for each tensor inside nested mappings and lists, with its path."""
-    if isinstance(value, Tensor):
-        place(path, value)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            map_tensors(item, place, (*path, key))
-    elif isinstance(value, list):
-        for number, item in enumerate(value):
-            map_tensors(item, place, (*path, number))

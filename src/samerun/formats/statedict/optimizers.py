@@ -59,6 +59,8 @@ def plan_optimizer(state: LogicalState) -> WrittenOptimizer:
     problems = [_completed(sorted(completed))] if completed else []
     if loose := [fqn for fqn in ordered if fqn not in set(listed)]:
         problems.append(_without_group(loose, bool(groups)))
+    if masters := [entry for entry in state.tensors.values() if entry.key.role is Role.MASTER]:
+        problems.append(_masters_apart(masters))
     return WrittenOptimizer(tuple(groups), ordered, dropped, tuple(problems))
 
 
@@ -76,7 +78,7 @@ def _step_first(slots: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
 def _completed(names: list[str]) -> Problem:
     return Problem(
         "SR-WRITE-SETTINGS",
-        f"the source keeps no {', '.join(names)} in its parameter groups; torch's Adam does, so the neutral values are written",
+        f"the source's groups keep no {', '.join(names)}; torch's Adam does, so neutral values are written",
         severity=Severity.NOTE,
         hint="a job that wants other values sets them after loading",
     )
@@ -89,4 +91,16 @@ def _without_group(names: list[str], has_groups: bool) -> Problem:
         where={"tensor": names[0]},
         severity=Severity.ERROR if has_groups else Severity.WARNING,
         hint="optimizer state is loaded by group; convert from a checkpoint that holds the groups",
+    )
+
+
+def _masters_apart(masters: list[TensorEntry]) -> Problem:
+    first = masters[0]
+    return Problem(
+        "SR-WRITE-MASTERS",
+        f"{len(masters)} {first.dtype.name} masters are written as slots of the optimizer, which torch.optim ignores",
+        where={"tensor": str(first.key)},
+        severity=Severity.WARNING,
+        hint="a job with parameters in the masters' type must copy them from the slot `master` after loading; "
+        "one that trains in the weights' type rounds moments to it",
     )

@@ -1,8 +1,8 @@
 """Lays out one `torch.save` file that a stock script loads: `{"model", "optimizer", "lr_scheduler", ...}`.
 
-`torch.load(path, weights_only=True)` opens it, `model.load_state_dict(strict=True)` takes the model under its own names, and
-`optimizer.load_state_dict` the optimizer by position, in the order of the groups. Scheduler, RNG, data and everything else
-keep the names that the source gave them; only the three names above are fixed.
+`torch.load` opens it with `weights_only=True`, `model.load_state_dict(strict=True)` takes the model under its own
+names, and `optimizer.load_state_dict` the optimizer by position, in the order of the groups. RNG, data and everything
+else keep the names that the source gave them; only the three names above are fixed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from samerun.errors import Problem, Severity
 from samerun.formats.base import WriteSource
 from samerun.formats.statedict.carry import carry_objects
 from samerun.formats.statedict.optimizers import WrittenOptimizer, plan_optimizer
-from samerun.formats.torchfile.emit import Number, Tensor, whole
+from samerun.formats.torchfile.nodes import Number, Tensor, whole
 from samerun.formats.torchfile.write import Pieces, add_archive, gather_slots
 
 MODEL, OPTIMIZER, SCHEDULER, AVERAGE = "model", "optimizer", "lr_scheduler", "ema"
@@ -57,7 +57,7 @@ def lay_out(source: WriteSource, layout: Layout | None = None) -> DestinationPla
 
 
 def write_model(state: LogicalState, *roles: Role) -> OrderedDict[str, Tensor]:
-    """Returns a model's state dict: module by module in the state's order, parameters before buffers, aliases behind."""
+    """Returns a model's state dict: module by module in the state's order, buffers behind parameters, aliases last."""
     entries = [entry for entry in state.tensors.values() if entry.key.role in roles]
     first: dict[str, int] = {}
     for entry in entries:
@@ -92,7 +92,7 @@ def write_optimizer(optimizer: WrittenOptimizer) -> dict[str, Any]:
 
 
 def _slots(slots: Mapping[str, TensorEntry]) -> dict[str, Any]:
-    """Returns one parameter's state. A counter that the source kept as an integer is one again: fused kernels want it so."""
+    """Returns one parameter's state. A counter that was an integer in the source is one again: torch converts it."""
     found: dict[str, Any] = {}
     for slot, entry in slots.items():
         counter = slot == "step" and entry.shape == () and entry.dtype.name == "int64"
@@ -113,7 +113,7 @@ def _check_order(state: LogicalState) -> tuple[Problem, ...]:
             "SR-WRITE-POSITIONS",
             f"optimizer state is numbered in the order of the source's {len(state.groups)} parameter groups",
             severity=Severity.NOTE,
-            hint="torch compares the number of parameters only: the job must build its optimizer over the same groups in the "
-            "same order; the names lie beside the numbers as param_names",
+            hint="torch compares the number of parameters only: the job must build its optimizer over the same groups "
+            "in the same order; the names lie beside the numbers as param_names",
         ),
     )

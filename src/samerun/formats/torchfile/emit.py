@@ -1,13 +1,12 @@
-"""Writes pickles as `torch.save` does (protocol 2), from plain data and placeholders of tensors, without pickling anything.
+"""Writes pickles as `torch.save` does (protocol 2), from plain data and placeholders of tensors; pickles nothing.
 
-No class is looked up and nothing is called: a name in the pickle is a `Named` that the caller wrote down. The bytes depend
-on the value alone. Where a tensor stands, only its description goes into the pickle; its values go into a storage, and the
-storages come back beside the bytes, numbered as torch numbers them (`torch/serialization.py`, `_save`, 2.13).
+No class is looked up and nothing is called: a name in the pickle is a `Named` that the caller wrote down. The bytes
+depend on the value alone. Where a tensor stands, only its description goes into the pickle; its values go into a
+storage, and the storages come back beside the bytes, numbered as torch does it (`torch/serialization.py`, 2.13).
 """
 
 from __future__ import annotations
 
-import math
 import struct
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -18,85 +17,36 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from samerun.core.dtype import DTYPES, DType
-from samerun.formats.base import Array
+from samerun.formats.torchfile.nodes import (
+    Call,
+    Instance,
+    Named,
+    Number,
+    Part,
+    Storage,
+    Tensor,
+    dense_strides,
+    known,
+    size,
+    whole,
+)
+
+__all__ = [
+    "Call",
+    "Emitted",
+    "Instance",
+    "Named",
+    "Number",
+    "Part",
+    "Storage",
+    "Tensor",
+    "emit_pickle",
+    "known",
+    "size",
+    "whole",
+]
 
 _BATCH = 1000  # items per SETITEMS or APPENDS, as CPython's pickler has it
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A box of the tensor `key` of the state, in row-major order, from element `start` of a storage on."""
-
-    key: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int = 0
-
-    @property
-    def num_elements(self) -> int:
-        """Number of values in the box."""
-        return math.prod(self.sizes)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Storage:
-    """The flat values behind one or several tensors: boxes of the state's tensors, or bytes that are known already.
-
-    Elements in no part are zero. Two tensors share values if they are given the same object.
-    """
-
-    dtype: DType
-    num_elements: int
-    parts: tuple[Part, ...] = ()
-    content: bytes | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in the file."""
-        return self.num_elements * self.dtype.num_bytes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tensor:
-    """A tensor as a view of a storage. Offset and strides are in elements; dense where no strides are given."""
-
-    storage: Storage
-    shape: tuple[int, ...]
-    offset: int = 0
-    strides: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A scalar int64 tensor of the state that becomes a Python integer: its 8 bytes lie in the pickle itself."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A class or function that the pickle names, such as `collections.OrderedDict`."""
-
-    module: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """What a function returns: REDUCE, and BUILD where a state follows."""
-
-    function: Named
-    args: tuple[Any, ...]
-    state: Any = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Instance:
-    """An object of a class with its attributes: NEWOBJ and BUILD."""
-
-    kind: Named
-    state: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,37 +58,11 @@ class Emitted:
     numbers: tuple[tuple[int, str], ...]
 
 
-def whole(
-    key: str, dtype: DType, shape: tuple[int, ...], offsets: tuple[int, ...] | None = None, *, start: int = 0
-) -> Tensor:
-    """Returns a tensor of its own storage that holds the box of `key` from `offsets` (the origin) on."""
-    origin = offsets if offsets is not None else (0,) * len(shape)
-    return Tensor(Storage(dtype, start + math.prod(shape), (Part(key, origin, shape, start),)), shape, start)
-
-
-def known(array: Array) -> Tensor:
-    """Returns a tensor whose values are known: those of an array of one of torch's element types.
-
-    Raises:
-        ValueError: if torch has no such element type.
-    """
-    name = array.dtype.name
-    if name not in DTYPES:
-        raise ValueError(f"torch has no element type {name}")
-    little = array.astype(array.dtype.newbyteorder("<")) if array.dtype.byteorder == ">" else array
-    return Tensor(Storage(DTYPES[name], array.size, content=little.tobytes()), array.shape)
-
-
-def size(values: tuple[int, ...]) -> Call:
-    """Returns a `torch.Size`."""
-    return Call(Named("torch", "Size"), (values,))
-
-
 def emit_pickle(value: Any, *, compact: bool = False) -> Emitted:
     """Writes a value: None, numbers, text, bytes, lists, tuples, sets, mappings, arrays, and the placeholders above.
 
-    Arrays become NumPy's. With `compact`, only names and text are remembered for reuse, so that large tables are smaller;
-    otherwise the bytes are those of torch.save.
+    Arrays become NumPy's. With `compact`, only names, text and objects are remembered for reuse, so that large tables
+    are smaller; otherwise the bytes are those of torch.save.
 
     Raises:
         TypeError: for anything else, an `Inert` record among it; the message says where it lies.
@@ -347,7 +271,7 @@ class _Emitter:
             self._out += b"b"
 
     def _tensor(self, value: Tensor) -> None:
-        """The call that rebuilds a tensor; element types without a typed storage name themselves (`_reduce_ex_internal`)."""
+        """The call that rebuilds a tensor (`_reduce_ex_internal`); types without a storage of their own come last."""
         if self._get(id(value)):
             return
         typed = _STORAGES.get(value.storage.dtype.name)
@@ -393,16 +317,6 @@ _PLAIN: dict[type, Any] = {
     tuple: _Emitter._tuple, list: _Emitter._list, dict: _Emitter._dict, Named: _Emitter._named, Call: _Emitter._call,
     Instance: _Emitter._instance, Tensor: _Emitter._tensor, Number: _Emitter._number,
 }  # fmt: skip
-
-
-def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the strides, in elements, of a row-major tensor, as torch counts them (an empty dimension counts as 1)."""
-    strides: list[int] = []
-    step = 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
 
 
 def _describe(value: Any) -> str:
