@@ -256,6 +256,28 @@ def test_the_uninterrupted_run_and_a_resume_of_it_are_controls(workspace: Worksp
     assert control.measured["controls"] == ["recorded-1", "recorded-2"]
 
 
+def test_the_candidate_resumes_from_the_converted_checkpoint(workspace: Workspace) -> None:
+    with workspace.manifest.open("a") as file:
+        file.write("\nconvert: {to: dcp}\n")
+    before = workspace.rundir.read_state()["attempts"]
+    result = workspace.run(reseal_reason="cut for the destination first")
+    assert result.verdict.decision == "promote", result.verdict.reasons
+    assert [item.passed for item in result.verdict.criteria if item.name == "conversion"] == [True]
+    redone = [item["stage"] for item in workspace.rundir.read_state()["attempts"][len(before) :]]
+    assert redone == ["02-convert", "03-load", "04-eval", "05-update", "06-window", "07-judge"]
+    converted = workspace.rundir.stage("02-convert") / "checkpoint"
+    assert str(converted) in result.results["03-load"].jobs[0]["command"]
+    assert len(list(converted.glob("*.distcp"))) == 3
+    shard = next(converted.glob("__1_*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    workspace.rundir.drop_stages(["06-window"])
+    again = workspace.run()
+    assert again.verdict.decision == "reject"
+    assert "SR-FILE-CHANGED" in {problem.code for problem in again.verdict.reasons}
+
+
 def test_the_verbs(promoted: Workspace) -> None:
     command = [sys.executable, "-m", "samerun", "judge", str(promoted.rundir.root)]
     environment = {**os.environ, **ENVIRONMENT}

@@ -27,7 +27,7 @@ from samerun.runner.work import Work, read_digests
 from samerun.verify.judge import Verdict
 from samerun.verify.stage import CONTROL, CONVERT, INSPECT, JUDGE, STAGES, StageResult
 
-KEEPS_CONTROLS = ("manifest.tolerances.", "manifest.transition.reason")
+KEEPS_CONTROLS = ("manifest.tolerances.", "manifest.transition.reason", "manifest.convert")
 """Changes under which the controls that were run still say what they said."""
 
 
