@@ -12,7 +12,8 @@ from pathlib import Path
 
 from samerun.errors import CorruptCheckpoint, FormatError, Problem, UnsupportedVersion, UsageError
 from samerun.formats.base import Checkpoint
-from samerun.formats.dcp.reader import metadata_files, open_dcp
+from samerun.formats.dcp.reader import open_dcp
+from samerun.formats.dcpfile.opened import metadata_files
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from typing import Any
 from samerun.core.state import Role, TensorEntry, TensorKey
 from samerun.errors import CorruptCheckpoint, Problem, UnsupportedVersion
 from samerun.formats.base import Array, Extent, assemble_box, view_extent
-from samerun.formats.dcp.files import DataFile
-from samerun.formats.dcp.index import NOWHERE, Index, Ints, StoredTensor
+from samerun.formats.dcpfile.files import DataFile
+from samerun.formats.dcpfile.index import NOWHERE, Index, Ints, StoredTensor
 from samerun.formats.torchfile.archive import Archive, read_archive, read_value
 from samerun.formats.torchfile.unpickle import Decoded, TensorRef
 from samerun.stores.local import MappedFiles

@@ -13,8 +13,8 @@ import numpy as np
 
 from samerun.errors import FormatError, Problem, Severity
 from samerun.formats.base import PayloadCheck
-from samerun.formats.dcp.index import NOWHERE, Index
-from samerun.formats.dcp.items import Items
+from samerun.formats.dcpfile.index import NOWHERE, Index
+from samerun.formats.dcpfile.items import Items
 from samerun.formats.torchfile.archive import checksum_problem
 
 
