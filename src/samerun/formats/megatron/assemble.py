@@ -1,0 +1,122 @@
+"""From an opened torch_dist directory to logical state: model, masters, optimizer, groups, counters and findings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from samerun.core.dtype import DTYPES
+from samerun.core.state import LogicalState, Role, TensorEntry, TensorKey, Tiling
+from samerun.errors import Problem, Severity
+from samerun.formats.mcore.groups import Member, assign_groups, merge_groups
+from samerun.formats.mcore.held import Collector, Held, Replica
+from samerun.formats.mcore.stages import plan_stages
+from samerun.formats.megatron.buffers import Planner
+from samerun.formats.megatron.model import ModelTensor, num_layers, split_model
+from samerun.formats.megatron.objects import random_states, rest_of
+from samerun.formats.megatron.optimizer import OptimizerState, read_optimizer
+from samerun.formats.megatron.source import Source
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assembled:
+    """The logical state with what is needed to read it and to judge it."""
+
+    state: LogicalState
+    placed: Mapping[str, Held]
+    constants: Mapping[str, int | float]
+    replicas: tuple[Replica, ...]
+    source: Source
+    models: tuple[ModelTensor, ...]
+    optimizer: OptimizerState
+
+
+def assemble(source: Source) -> Assembled:
+    """Builds the logical state of an opened directory. Reads small objects and a sample of flat buffers."""
+    models = split_model(source.index.tensors)
+    run = source.run
+    stages = plan_stages(run, num_layers(models)) or {}
+    collector = Collector()
+    planner = Planner(source, models, stages)
+    optimizer = read_optimizer(source, planner, collector)
+    trained = _add_models(models, collector)
+    tensors, placed, replicas = collector.finish()
+    saved, agree = merge_groups(optimizer.groups)
+    members = [Member(m.name, m.ndim, m.is_expert and run.ep > 1) for m in models if m.name in trained]
+    groups, problems = assign_groups(saved, members, str(source.root))
+    steps = {fqn: group.hyperparameters.get("step") for group in groups for fqn in group.params}
+    constants = _add_steps(tensors, steps, optimizer.step, trained)
+    state = LogicalState(
+        format="megatron",
+        tensors=tensors,
+        groups=groups,
+        progress=run.progress(source.common.get("iteration")),
+        scheduler=_scheduler(source.common),
+        rng=random_states(source),
+        data=run.data(),
+        objects=rest_of(source),
+        topology=run.topology(),
+        written_by=_written_by(source, optimizer),
+        problems=(*source.problems, *collector.problems, *optimizer.problems, *problems, *_settings(source, agree)),
+    )
+    return Assembled(state, placed, constants, tuple(replicas), source, tuple(models), optimizer)
+
+
+def _add_models(models: list[ModelTensor], collector: Collector) -> set[str]:
+    """Files the model's tensors and returns the names of those that the optimizer trains."""
+    trained = {m.name for m in models if _has_state(m.name, collector)}
+    for model in models:
+        known = model.is_buffer or bool(trained)
+        buffer = model.is_buffer or (bool(trained) and model.name not in trained)
+        role = Role.BUFFER if buffer else Role.PARAM
+        collector.add_stored(TensorKey(role, model.name), model.stored, inferred=not known)
+    return trained
+
+
+def _has_state(name: str, collector: Collector) -> bool:
+    keys = (TensorKey(Role.MASTER, name), TensorKey(Role.OPTIM, name, "exp_avg"))
+    return any(key in collector for key in keys) or TensorKey(Role.OPTIM, name, "momentum_buffer") in collector
+
+
+def _add_steps(
+    tensors: dict[str, TensorEntry], steps: Mapping[str, Any], common: int | float | None, trained: set[str]
+) -> dict[str, int | float]:
+    """Gives every trained parameter the step that Megatron keeps once per group, or once for all."""
+    constants: dict[str, int | float] = {}
+    for fqn in sorted(trained):
+        step = steps.get(fqn, common)
+        step = common if step is None else step
+        if not isinstance(step, int | float) or isinstance(step, bool):
+            continue
+        key = TensorKey(Role.OPTIM, fqn, "step")
+        dtype = DTYPES["int64" if isinstance(step, int) else "float64"]
+        tensors[str(key)] = TensorEntry(key, (), dtype, Tiling.whole(()), "param_groups.step")
+        constants[str(key)] = step
+    return constants
+
+
+def _scheduler(common: Mapping[Any, Any]) -> Mapping[str, Any] | None:
+    found = common.get("opt_param_scheduler")
+    return {str(key): value for key, value in found.items()} if isinstance(found, dict) and found else None
+
+
+def _written_by(source: Source, optimizer: OptimizerState) -> dict[str, str]:
+    named = source.content.get("distrib_optim_sharding_type")
+    encoding = str(named) if isinstance(named, str) else ", ".join(sorted(optimizer.encodings))
+    found = {"format": "Megatron torch_dist", "common_state": "object" if not source.has_common_file else "common.pt"}
+    return found | ({"optimizer_encoding": encoding} if encoding else {})
+
+
+def _settings(source: Source, agree: bool) -> list[Problem]:
+    if agree:
+        return []
+    return [
+        Problem(
+            "SR-MEG-SETTINGS",
+            "ranks disagree about the hyperparameters of parameter groups",
+            severity=Severity.ERROR,
+            where={"file": str(source.root)},
+            hint="every rank must step with the same rate and decay; parts of two saves may be mixed in this directory",
+        )
+    ]
