@@ -90,10 +90,9 @@ def plan_slots(params: Sequence[Local], bucket_elements: Sequence[int]) -> list[
             return None
         slots.append(Slot(local, bucket, start))
         position = start + local.num_elements
-    filled = (
-        bucket == len(bucket_elements) - 1 and position == bucket_elements[bucket] if slots else not bucket_elements
-    )
-    return slots if filled else None
+    if not slots:
+        return None if bucket_elements else []
+    return slots if bucket == len(bucket_elements) - 1 and position == bucket_elements[bucket] else None
 
 
 def plan_buckets(params: Sequence[Local], bucket_size: int | None) -> list[int]:

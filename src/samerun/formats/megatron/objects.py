@@ -75,7 +75,6 @@ def check_objects(source: Source) -> list[Problem]:
             missing = next(at for at in _grid(grid) if at not in held)
             what = f"{total - len(held)} of its shards are missing, the first {'.'.join(map(str, missing))}"
             problems.append(_incomplete(key, what, total, len(held)))
-            )
     return problems
 
 
