@@ -97,6 +97,7 @@ READERS = (
     _reader("huggingface", has_inner=True),
     _reader("accelerate", has_inner=True),
     _reader("megatron", tracker=_MEGATRON_TRACKER),
+    _reader("megatron-legacy", package="megatron_legacy", tracker=_MEGATRON_TRACKER),
     Reader("dcp", _recognise_dcp, open_dcp),
     Reader("zero", _recognise_zero, _open_zero),
     Reader("universal", _recognise_universal, _open_universal, "latest_universal"),

@@ -34,9 +34,9 @@ def assign_groups(
     params: list[list[str]] = [[] for _ in saved]
     lost: list[str] = []
     for member in members:
-        fits = [number for number, group in enumerate(saved) if _fits(group, member, own_rate)]
-        if len(fits) == 1:
-            params[fits[0]].append(member.fqn)
+        own = [number for number, group in enumerate(saved) if fits(group, member, own_rate)]
+        if len(own) == 1:
+            params[own[0]].append(member.fqn)
         else:
             lost.append(member.fqn)
     groups = tuple(
@@ -46,7 +46,8 @@ def assign_groups(
     return groups, [_unassigned(lost, len(saved), where)] if lost and saved else []
 
 
-def _fits(group: Mapping[str, Any], member: Member, own_rate: bool) -> bool:
+def fits(group: Mapping[str, Any], member: Member, own_rate: bool) -> bool:
+    """Whether a parameter is in a group; `own_rate` tells whether embedding and output layer have groups of theirs."""
     apart = own_rate and member.fqn in _OWN_RATE
     return (
         bool(group.get("is_expert_parallel")) == member.expert
@@ -99,4 +100,14 @@ def _unassigned(names: Sequence[str], num_groups: int, where: str) -> Problem:
         where={"file": where, "tensor": names[0]},
         hint="Megatron saves hyperparameters without names. The run has groups by rules of its own; compare weight "
         "decay and rate of these parameters after loading",
+    )
+
+
+def settings_problem(where: str) -> Problem:
+    """Returns the finding for ranks that disagree about hyperparameters."""
+    return Problem(
+        "SR-MEG-SETTINGS",
+        "ranks disagree about the hyperparameters of parameter groups",
+        where={"file": where},
+        hint="every rank must step with the same rate and decay; parts of two saves may be mixed in this directory",
     )

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from samerun.core.dtype import DType
+from samerun.core.dtype import DTYPES, DType
 from samerun.core.flat import Part
-from samerun.core.state import LogicalState, TensorEntry, TensorKey, Tiling
+from samerun.core.state import LogicalState, Role, TensorEntry, TensorKey, Tiling
 from samerun.errors import CorruptCheckpoint, Problem, UsageError
 from samerun.formats.base import Array, Extent, assemble_box, numpy_dtype, require_key, view_extent
 from samerun.formats.dcpfile.index import StoredTensor
@@ -175,6 +176,22 @@ def _differs(key: str, held: _Collected, dtype: DType, shape: tuple[int, ...]) -
         found=f"{dtype.name} {list(shape)}",
         hint="files of different saves or models lie in one directory; restore the whole directory",
     )
+
+
+def add_steps(tensors: dict[str, TensorEntry], steps: Mapping[str, Any]) -> dict[str, int | float]:
+    """Adds the step of every trained parameter, by name, which Megatron keeps once per group or once for all.
+
+    Returns the numbers by key. What is no number is left out.
+    """
+    constants: dict[str, int | float] = {}
+    for fqn, step in sorted(steps.items()):
+        if not isinstance(step, int | float) or isinstance(step, bool):
+            continue
+        key = TensorKey(Role.OPTIM, fqn, "step")
+        dtype = DTYPES["int64" if isinstance(step, int) else "float64"]
+        tensors[str(key)] = TensorEntry(key, (), dtype, Tiling.whole(()), "param_groups.step")
+        constants[str(key)] = step
+    return constants
 
 
 class Storage:

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from samerun.core.dtype import DTYPES
-from samerun.core.state import LogicalState, Role, TensorEntry, TensorKey, Tiling
-from samerun.errors import Problem, Severity
-from samerun.formats.mcore.groups import Member, assign_groups, merge_groups
-from samerun.formats.mcore.held import Collector, Held, Replica
+from samerun.core.state import LogicalState, Role, TensorKey
+from samerun.formats.mcore.groups import Member, assign_groups, merge_groups, settings_problem
+from samerun.formats.mcore.held import Collector, Held, Replica, add_steps
 from samerun.formats.mcore.stages import plan_stages
 from samerun.formats.megatron.buffers import Planner
 from samerun.formats.megatron.model import ModelTensor, num_layers, split_model
@@ -45,8 +43,8 @@ def assemble(source: Source) -> Assembled:
     saved, agree = merge_groups(optimizer.groups)
     members = [Member(m.name, m.ndim, m.is_expert and run.ep > 1) for m in models if m.name in trained]
     groups, problems = assign_groups(saved, members, str(source.root))
-    steps = {fqn: group.hyperparameters.get("step") for group in groups for fqn in group.params}
-    constants = _add_steps(tensors, steps, optimizer.step, trained)
+    steps = {fqn: group.hyperparameters.get("step", optimizer.step) for group in groups for fqn in group.params}
+    constants = add_steps(tensors, {fqn: steps.get(fqn, optimizer.step) for fqn in sorted(trained)})
     state = LogicalState(
         format="megatron",
         tensors=tensors,
@@ -58,7 +56,13 @@ def assemble(source: Source) -> Assembled:
         objects=rest_of(source),
         topology=run.topology(),
         written_by=_written_by(source, optimizer),
-        problems=(*source.problems, *collector.problems, *optimizer.problems, *problems, *_settings(source, agree)),
+        problems=(
+            *source.problems,
+            *collector.problems,
+            *optimizer.problems,
+            *problems,
+            *([] if agree else [settings_problem(str(source.root))]),
+        ),
     )
     return Assembled(state, placed, constants, tuple(replicas), source, tuple(models), optimizer)
 
@@ -79,23 +83,6 @@ def _has_state(name: str, collector: Collector) -> bool:
     return any(key in collector for key in keys) or TensorKey(Role.OPTIM, name, "momentum_buffer") in collector
 
 
-def _add_steps(
-    tensors: dict[str, TensorEntry], steps: Mapping[str, Any], common: int | float | None, trained: set[str]
-) -> dict[str, int | float]:
-    """Gives every trained parameter the step that Megatron keeps once per group, or once for all."""
-    constants: dict[str, int | float] = {}
-    for fqn in sorted(trained):
-        step = steps.get(fqn, common)
-        step = common if step is None else step
-        if not isinstance(step, int | float) or isinstance(step, bool):
-            continue
-        key = TensorKey(Role.OPTIM, fqn, "step")
-        dtype = DTYPES["int64" if isinstance(step, int) else "float64"]
-        tensors[str(key)] = TensorEntry(key, (), dtype, Tiling.whole(()), "param_groups.step")
-        constants[str(key)] = step
-    return constants
-
-
 def _scheduler(common: Mapping[Any, Any]) -> Mapping[str, Any] | None:
     found = common.get("opt_param_scheduler")
     return {str(key): value for key, value in found.items()} if isinstance(found, dict) and found else None
@@ -106,17 +93,3 @@ def _written_by(source: Source, optimizer: OptimizerState) -> dict[str, str]:
     encoding = str(named) if isinstance(named, str) else ", ".join(sorted(optimizer.encodings))
     found = {"format": "Megatron torch_dist", "common_state": "object" if not source.has_common_file else "common.pt"}
     return found | ({"optimizer_encoding": encoding} if encoding else {})
-
-
-def _settings(source: Source, agree: bool) -> list[Problem]:
-    if agree:
-        return []
-    return [
-        Problem(
-            "SR-MEG-SETTINGS",
-            "ranks disagree about the hyperparameters of parameter groups",
-            severity=Severity.ERROR,
-            where={"file": str(source.root)},
-            hint="every rank must step with the same rate and decay; parts of two saves may be mixed in this directory",
-        )
-    ]

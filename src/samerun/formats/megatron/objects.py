@@ -7,37 +7,23 @@ from collections.abc import Iterator
 from typing import Any
 
 from samerun.errors import Problem, Severity
-from samerun.formats.mcore.run import Run
-from samerun.formats.megatron.source import ObjectShard, Source
+from samerun.formats.mcore.ranks import spread_states
+from samerun.formats.megatron.source import Source
 
 _RNG = "rng_state"
 _TAKEN = ("rng_state", "common_state")
 _OWN_SECTIONS = ("opt_param_scheduler", "iteration", "optimizer")
-_MOST_RANKS = 1 << 20
 _MOST_SHARDS = 1 << 20
 
 
 def random_states(source: Source) -> dict[str, Any]:
-    """Returns the state of every rank's generators. Data-parallel ranks share one unless they were seeded apart."""
-    found: dict[str, Any] = {}
-    for shard in source.find(_RNG):
-        value = source.value(shard)
-        if value is None:
-            continue
-        listed = value if isinstance(value, list) else [value]
-        for rank, dp in _ranks(source.run, shard):
-            found[f"rank{rank}"] = listed[dp] if dp < len(listed) and len(listed) > 1 else listed[0]
-    return dict(sorted(found.items(), key=lambda item: int(item[0][4:])))
-
-
-def _ranks(run: Run, shard: ObjectShard) -> Iterator[tuple[int, int]]:
-    """Yields the global ranks that load a shard, `(pp, tp[, dp])`, each with its data-parallel rank (TP fastest)."""
-    dp_degree = (run.dp or 1) * run.cp
-    if len(shard.at) < 2 or run.pp * run.tp * dp_degree > _MOST_RANKS:
-        return
-    pp, tp = shard.at[:2]
-    for dp in [shard.at[2]] if len(shard.at) > 2 else range(dp_degree):
-        yield (pp * dp_degree + dp) * run.tp + tp, dp
+    """Returns the state of every rank's generators. Shards are `(pp, tp)`, on 0.16 with experts `(pp, tp, dp)`."""
+    held = {shard.at: source.value(shard) for shard in source.find(_RNG)}
+    if not held:
+        return {}
+    return spread_states(
+        source.run, lambda place: held.get((place.pp, place.tp), held.get((place.pp, place.tp, place.dp)))
+    )
 
 
 def rest_of(source: Source) -> dict[str, Any]:
