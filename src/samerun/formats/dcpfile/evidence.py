@@ -68,6 +68,20 @@ def check_payloads(index: Index, items: Items, advance: Callable[[int], None] | 
     return PayloadCheck(checked, total, True)
 
 
+def check_object_payloads(index: Index, items: Items) -> list[Problem]:
+    """Compares the tensors inside stored objects with the checksums in their archives."""
+    problems: list[Problem] = []
+    for item in index.objects:
+        for row in item.rows:
+            if not items.readable(row):
+                continue
+            try:
+                problems += items.check_archive(row, item.name)
+            except FormatError:
+                continue  # reported when the object was read
+    return problems
+
+
 def _files_without_counter(index: Index) -> list[str]:
     """Returns the data files that hold no counter of updates, if there is more than one file to mix up."""
     used = {int(number) for number in np.unique(index.places.file).tolist()} if len(index.places) else set[int]()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from samerun.core.state import LogicalState, Role, TensorKey
+from samerun.formats.mcore.checks import check_state
 from samerun.formats.mcore.groups import Member, assign_groups, merge_groups, settings_problem
-from samerun.formats.mcore.held import Collector, Held, Replica, add_steps
+from samerun.formats.mcore.held import Collector, Held, Replica, Storage, add_steps
 from samerun.formats.mcore.stages import plan_stages
+from samerun.formats.mcore.vocab import crop_vocabulary
 from samerun.formats.megatron.buffers import Planner
+from samerun.formats.megatron.checks import check_source
 from samerun.formats.megatron.model import ModelTensor, num_layers, split_model
 from samerun.formats.megatron.objects import random_states, rest_of
 from samerun.formats.megatron.optimizer import OptimizerState, read_optimizer
@@ -40,6 +43,7 @@ def assemble(source: Source) -> Assembled:
     optimizer = read_optimizer(source, planner, collector)
     trained = _add_models(models, collector)
     tensors, placed, replicas = collector.finish()
+    vocabulary = crop_vocabulary(run, tensors, placed, replicas, Storage(source.files, source.items))
     saved, agree = merge_groups(optimizer.groups)
     members = [Member(m.name, m.ndim, m.is_expert and run.ep > 1) for m in models if m.name in trained]
     groups, problems = assign_groups(saved, members, str(source.root))
@@ -57,6 +61,7 @@ def assemble(source: Source) -> Assembled:
         topology=run.topology(),
         written_by=_written_by(source, optimizer),
         problems=(
+            *vocabulary,
             *source.problems,
             *collector.problems,
             *optimizer.problems,
@@ -64,6 +69,8 @@ def assemble(source: Source) -> Assembled:
             *([] if agree else [settings_problem(str(source.root))]),
         ),
     )
+    problems = [*state.problems, *check_state(state, run, source.root), *check_source(source, optimizer)]
+    state = replace(state, problems=tuple(problems))
     return Assembled(state, placed, constants, tuple(replicas), source, tuple(models), optimizer)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from samerun.core.state import LogicalState
 from samerun.formats.deepspeed.states import as_dict
+from samerun.formats.mcore.checks import check_state, unknown_classes
+from samerun.formats.mcore.destination import check_encoding
 from samerun.formats.mcore.groups import Member, assign_groups, merge_groups, settings_problem
-from samerun.formats.mcore.held import Collector, Held, Replica, add_steps
+from samerun.formats.mcore.held import Collector, Held, Replica, Storage, add_steps
 from samerun.formats.mcore.ranks import Coordinate, spread_states
+from samerun.formats.mcore.vocab import crop_vocabulary
 from samerun.formats.megatron_legacy.model import Models, add_models, read_models
 from samerun.formats.megatron_legacy.optimizer import OptimizerState, read_optimizer
 from samerun.formats.megatron_legacy.source import Place, Source
@@ -39,6 +42,7 @@ def assemble(source: Source) -> Assembled:
     optimizer = read_optimizer(source, models, collector)
     add_models(models, collector, optimizer.trained)
     tensors, placed, replicas = collector.finish()
+    vocabulary = crop_vocabulary(run, tensors, placed, replicas, Storage(source.files))
     saved, agree = merge_groups(optimizer.groups)
     members = [
         Member(fqn, held.ndim, held.expert and run.ep > 1)
@@ -61,6 +65,7 @@ def assemble(source: Source) -> Assembled:
         topology=run.topology(),
         written_by=_written_by(source, optimizer),
         problems=(
+            *vocabulary,
             *source.problems,
             *models.problems,
             *collector.problems,
@@ -69,6 +74,13 @@ def assemble(source: Source) -> Assembled:
             *([] if agree else [settings_problem(str(source.root))]),
         ),
     )
+    problems = [
+        *state.problems,
+        *check_state(state, run, source.root),
+        *check_encoding({"legacy"}, run, source.root),
+        *unknown_classes(source.root, {name for file in source.opened() for name in file.unknown}),
+    ]
+    state = replace(state, problems=tuple(problems))
     return Assembled(state, placed, constants, tuple(replicas), source, models, optimizer)
 
 
