@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from samerun.core.state import Role
 from samerun.formats.base import Checkpoint
+from samerun.formats.mcore.held import HeldCheckpoint
 from support.corpus import _TYPES
 
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "megatron"
 _SLOT = re.compile(r"optimizer\.state\.(fp32_param|exp_avg|exp_avg_sq)\.(.+)")
 _FUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -82,3 +87,34 @@ def differences(checkpoint: Checkpoint, truth: dict[str, np.ndarray], vocab: int
 def codes(checkpoint: Checkpoint) -> set[str]:
     """Returns the codes of the findings of opening."""
     return {problem.code for problem in checkpoint.state.problems}
+
+
+def copy_golden(name: str, to: Path) -> Path:
+    """Copies a golden checkpoint and returns the directory of its iteration."""
+    shutil.copytree(GOLDEN / name, to / name)
+    return to / name / "iter_0000003"
+
+
+def edit_saved(file: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Rewrites a torch.save file after a change to what it holds."""
+    value = torch.load(file, weights_only=False)
+    edit(value)
+    torch.save(value, file)
+
+
+def overwrite(checkpoint: HeldCheckpoint, key: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Changes the values of a tensor where they lie, without touching the recorded checksums."""
+    entry = checkpoint.state.tensors[key]
+    for piece in range(len(entry.tiling)):
+        extent = checkpoint.locate(key, piece)
+        data = bytearray(extent.file.read_bytes())
+        values = change(np.array(checkpoint.read_piece(key, piece)))
+        view = np.ndarray(
+            extent.shape,
+            values.dtype,
+            buffer=data,
+            offset=extent.offset_bytes,
+            strides=[step * values.dtype.itemsize for step in extent.strides],
+        )
+        view[...] = values
+        extent.file.write_bytes(data)

@@ -14,6 +14,7 @@ from samerun.formats.mcore.stages import plan_stages
 from samerun.formats.mcore.vocab import crop_vocabulary
 from samerun.formats.megatron.buffers import Planner
 from samerun.formats.megatron.checks import check_source
+from samerun.formats.megatron.fsdp import is_fsdp, read_fsdp
 from samerun.formats.megatron.model import ModelTensor, num_layers, split_model
 from samerun.formats.megatron.objects import random_states, rest_of
 from samerun.formats.megatron.optimizer import OptimizerState, read_optimizer
@@ -39,16 +40,20 @@ def assemble(source: Source) -> Assembled:
     run = source.run
     stages = plan_stages(run, num_layers(models)) or {}
     collector = Collector()
-    planner = Planner(source, models, stages)
-    optimizer = read_optimizer(source, planner, collector)
+    if is_fsdp(source):
+        models = []
+        optimizer, named = read_fsdp(source, collector)
+    else:
+        optimizer, named = read_optimizer(source, Planner(source, models, stages), collector), ()
     trained = _add_models(models, collector)
     tensors, placed, replicas = collector.finish()
     vocabulary = crop_vocabulary(run, tensors, placed, replicas, Storage(source.files, source.items))
     saved, agree = merge_groups(optimizer.groups)
     members = [Member(m.name, m.ndim, m.is_expert and run.ep > 1) for m in models if m.name in trained]
     groups, problems = assign_groups(saved, members, str(source.root))
+    groups = (*groups, *named)
     steps = {fqn: group.hyperparameters.get("step", optimizer.step) for group in groups for fqn in group.params}
-    constants = add_steps(tensors, {fqn: steps.get(fqn, optimizer.step) for fqn in sorted(trained)})
+    constants = add_steps(tensors, {fqn: steps.get(fqn, optimizer.step) for fqn in trained or steps})
     state = LogicalState(
         format="megatron",
         tensors=tensors,
