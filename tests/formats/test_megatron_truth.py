@@ -65,7 +65,8 @@ def test_golden_checkpoints_equal_their_truth(case: str) -> None:
     assert differences(checkpoint, truth, facts["case"]["vocab"], legacy=legacy) == []
     assert_exact(checkpoint)
     report = inspect_checkpoint(checkpoint, deep=True)
-    assert report.complete and report.resumable.verdict == "yes"
+    assert report.complete
+    assert report.resumable.verdict == "yes"
     assert not [problem for problem in report.problems if problem.severity.value == "error"]
     assert report.intact is (True if legacy else None)
 

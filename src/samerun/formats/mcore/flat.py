@@ -84,8 +84,10 @@ def plan_slots(params: Sequence[Local], bucket_elements: Sequence[int]) -> list[
     bucket = position = 0
     for local in reversed(params):
         start = align(position)
-        while bucket < len(bucket_elements) and max(start, position) >= bucket_elements[bucket]:
-            bucket, position, start = bucket + 1, 0, 0
+        if bucket < len(bucket_elements) and max(start, position) >= bucket_elements[bucket]:
+            if bucket_elements[bucket] not in (position, start):
+                return None
+            bucket, start = bucket + 1, 0
         if bucket == len(bucket_elements) or start + local.num_elements > bucket_elements[bucket]:
             return None
         slots.append(Slot(local, bucket, start))

@@ -1,7 +1,8 @@
 """Megatron-FSDP's encoding (fsdp_dtensor): plain DCP with DTensors, read from its description (megatron.core 0.16).
 
 The state dict is saved as it is nested: `model.<name>`, `optimizer.state.<name>.<slot>`, and hyperparameters per
-parameter instead of per group, `optimizer.param_to_group_meta.<name>.<setting>`. No checkpoint of a real run was at hand.
+parameter instead of per group, `optimizer.param_to_group_meta.<name>.<setting>`. No checkpoint of a real run was at
+hand.
 """
 
 from __future__ import annotations
