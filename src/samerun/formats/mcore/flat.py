@@ -168,9 +168,20 @@ class PartsOf:
         """Returns where elements `first` to `first + count` of the local parameter lie in one of its targets."""
         known = self._known.get((target, first, count))
         if known is None:
-            blocks = self._local.targets[target].blocks
-            known = self._known[target, first, count] = run_parts(self._local.shape, blocks, first, count)
+            shape, blocks = self._local.shape, self._local.targets[target].blocks
+            whole = first == 0 and count == self._local.num_elements
+            known = _every_part(shape, blocks) if whole else run_parts(shape, blocks, first, count)
+            self._known[target, first, count] = known
         return known
+
+
+def _every_part(shape: tuple[int, ...], blocks: Sequence[Block]) -> list[Part]:
+    """Returns what `run_parts` does for all elements, the usual case, without cutting them into boxes."""
+    strides = row_major_strides(shape)
+    return [
+        Part(block.target, block.sizes, sum(map(int.__mul__, block.source, strides)), number)
+        for number, block in enumerate(blocks)
+    ]
 
 
 def add_slot(
