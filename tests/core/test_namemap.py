@@ -66,7 +66,9 @@ CASES: list[tuple[Step, Arrays, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("step", "arrays", "oracle"), CASES, ids=lambda value: repr(value)[:40])
+@pytest.mark.parametrize(
+    ("step", "arrays", "oracle"), CASES, ids=[f"{number}-{type(case[0]).__name__}" for number, case in enumerate(CASES)]
+)
 def test_every_step_is_what_numpy_does_and_can_be_undone(step: Step, arrays: Arrays, oracle: Any) -> None:
     shapes, links = step.apply([array.shape for array in arrays])
     expected = oracle(arrays)

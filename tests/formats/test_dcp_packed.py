@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from samerun.formats.dcp import items as dcp_items
-from samerun.formats.dcp.packed import find_zstd, is_zstd, unpack
+from samerun.formats.dcpfile import items as dcp_items
+from samerun.formats.dcpfile.packed import find_zstd, is_zstd, unpack
 from samerun.formats.detect import open_checkpoint
 from samerun.verify.structure import inspect_checkpoint
 

@@ -103,9 +103,12 @@ def test_links_are_not_searched(saved: Path, tmp_path: Path):
 
 
 @needs_corpus
-def test_other_formats_at_hand_are_refused_by_name():
-    with pytest.raises(UnsupportedVersion, match="Megatron"):
-        open_checkpoint(corpus("megatron/td016_fr_tp2pp2dp1/iter_0000010"))
+def test_formats_on_top_of_dcp_are_told_apart_and_several_are_listed():
+    found = open_checkpoint(corpus("megatron/td016_fr_tp2pp2dp1"))
+    assert (found.state.format, found.path.name) == ("megatron", "iter_0000010")
+    assert open_checkpoint(corpus("megatron/lg016_dist_vpp_pp2vp2")).state.format == "megatron-legacy"
+    with pytest.raises(FormatError):
+        open_checkpoint(corpus("megatron/td016_fr_tp2pp2dp1/iter_0000010"), "dcp")
     with pytest.raises(UsageError, match="SR-PATH-SEVERAL"):
         open_checkpoint(corpus("torch/dcp_pp2"))
 

@@ -119,6 +119,36 @@ def meet(first: Sequence[int], sizes: Sequence[int], block: Block) -> Block | No
     return Block(low, target, tuple(b - a for a, b in zip(low, high, strict=True)))
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor, where its values begin in a run of elements, and the number of the block it belongs to."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    block: int
+
+
+def run_parts(shape: Sequence[int], blocks: Sequence[Block], first: int, count: int) -> list[Part]:
+    """Returns where elements `first` to `first + count` (row-major) of a tensor lie in another one.
+
+    `blocks` lead from the tensor of this `shape` to the other. Starts count from element `first`; values of a part are
+    apart by the row-major strides of `shape`. Elements in no block are left out.
+
+    >>> [(part.offsets, part.sizes, part.start) for part in run_parts((4,), [Block((0,), (6,), (4,))], 1, 2)]
+    [((7,), (2,), 0)]
+    """
+    strides = row_major_strides(shape)
+    parts: list[Part] = []
+    for box in flat_boxes(shape, first, first + count):
+        for number, block in enumerate(blocks):
+            inside = meet(box.offsets, box.sizes, block)
+            if inside is not None:
+                at = sum(map(int.__mul__, inside.source, strides))
+                parts.append(Part(inside.target, inside.sizes, at - first, number))
+    return parts
+
+
 def strided_blocks(
     sizes: Sequence[int],
     source: tuple[int, Sequence[int], Sequence[int]],

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from samerun.errors import CorruptCheckpoint, FormatError, Problem, UnsupportedVersion, UsageError
 from samerun.formats.base import Checkpoint
-from samerun.formats.dcp.reader import metadata_files, open_dcp
+from samerun.formats.dcp.reader import open_dcp
+from samerun.formats.dcpfile.opened import metadata_files
+from samerun.formats.megatron.detect import looks_like as looks_like_megatron
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Reader:
 
 def _recognise_dcp(path: Path) -> str | None:
     found = metadata_files(path)
-    return f"it holds {found[0].name}" if found else None
+    return f"it holds {found[0].name}" if found and looks_like_megatron(path) is None else None
 
 
 def _recognise_zero(path: Path) -> str | None:
@@ -57,20 +59,22 @@ def _open_universal(path: Path) -> Checkpoint:
     return open_universal(path)
 
 
-def _reader(name: str, *, has_inner: bool = False) -> Reader:
+def _reader(name: str, *, has_inner: bool = False, package: str = "", tracker: str | None = None) -> Reader:
     """Returns the reader of a format whose package has `detect.looks_like` and `reader.open_<name>`.
 
     Both are imported when first needed. With `has_inner` its checkpoints may hold others, which this module opens.
+    `package` is the package's name where it is not the format's.
     """
+    package = package or name
 
     def recognise(path: Path) -> str | None:
-        return import_module(f"samerun.formats.{name}.detect").looks_like(path)
+        return import_module(f"samerun.formats.{package}.detect").looks_like(path)
 
     def open(path: Path) -> Checkpoint:
-        function = getattr(import_module(f"samerun.formats.{name}.reader"), f"open_{name}")
+        function = getattr(import_module(f"samerun.formats.{package}.reader"), f"open_{package}")
         return function(path, open_inner) if has_inner else function(path)
 
-    return Reader(name, recognise, open)
+    return Reader(name, recognise, open, tracker)
 
 
 def open_inner(path: Path) -> Checkpoint:
@@ -85,11 +89,15 @@ def open_inner(path: Path) -> Checkpoint:
     raise UnsupportedVersion(_unsupported(path, _resemblance(entry.name for entry in path.iterdir())))
 
 
+_MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
+
 # In this order: formats that hold others, or whose files others would recognise too, come first.
 READERS = (
     _reader("lightning", has_inner=True),
     _reader("huggingface", has_inner=True),
     _reader("accelerate", has_inner=True),
+    _reader("megatron", tracker=_MEGATRON_TRACKER),
+    _reader("megatron-legacy", package="megatron_legacy", tracker=_MEGATRON_TRACKER),
     Reader("dcp", _recognise_dcp, open_dcp),
     Reader("zero", _recognise_zero, _open_zero),
     Reader("universal", _recognise_universal, _open_universal, "latest_universal"),
@@ -100,7 +108,7 @@ READERS = (
 )
 _INNER_FORMATS = ("dcp", "zero", "universal", "fsdp1", "ranklocal")
 FORMATS = tuple(reader.name for reader in READERS)
-TRACKERS = ("latest", "latest_checkpointed_iteration.txt", "latest_universal")
+TRACKERS = ("latest", _MEGATRON_TRACKER, "latest_universal")
 _LOOKED_FOR = (
     ".metadata or __N.metadata (DCP), mp_rank_*_model_states.pt and zero_pp_rank_*_optim_states.pt (DeepSpeed ZeRO), "
     "zero/<parameter>/fp32.pt (DeepSpeed universal), trainer_state.json or config.json with a model (Hugging Face), "
@@ -159,7 +167,6 @@ def _locate(root: Path, readers: tuple[Reader, ...]) -> Path:
             return root
         raise UnsupportedVersion(_unsupported(root, _resemblance([root.name])))
     if _is_checkpoint(root, readers):
-        _refuse_megatron(root)
         return root
     own = [reader.tracker for reader in readers if reader.tracker is not None and len(readers) == 1]
     for name in own or TRACKERS:
@@ -191,19 +198,12 @@ def _single_files(root: Path, readers: tuple[Reader, ...]) -> list[Path]:
     return sorted((file for file in files if file.is_file() and _is_checkpoint(file, readers)), key=_natural)
 
 
-def _refuse_megatron(root: Path) -> None:
-    """Megatron's distributed checkpoints are DCP directories with an encoding of their own on top."""
-    if (root / "common.pt").exists() and (root / "metadata.json").exists():
-        raise UnsupportedVersion(_unsupported(root, "a Megatron-LM distributed checkpoint (metadata.json, common.pt)"))
-
-
 def _locate_tracked(root: Path, tracker: str, readers: tuple[Reader, ...]) -> Path:
     text = _read_tracker(root / tracker)
     name = f"iter_{int(text):07d}" if tracker.endswith(".txt") and text.isascii() and text.isdigit() else text
     plain = re.fullmatch(r"[\w.=+-]{1,200}", name) and name not in (".", "..")
     target = root / name
     if plain and target.is_dir() and _is_checkpoint(target, readers):
-        _refuse_megatron(target)
         return target
     others = sorted((path for path in _search(root, _DEPTH, readers)), key=_natural)
     raise CorruptCheckpoint(_broken_tracker(root / tracker, name if plain else "", others))

@@ -21,7 +21,10 @@ from samerun.verify.values import check_values
 
 _ITEMS_CHECKED = 4_096
 _COUNTERS_READ = 4_096
-_INCOMPLETE = ("SR-COV-", "SR-FILE-", "SR-META-", "SR-PKL-", "SR-KEY-")
+_INCOMPLETE = (
+    "SR-COV-", "SR-FILE-", "SR-META-", "SR-PKL-", "SR-KEY-", "SR-MEG-COMMON", "SR-MEG-LAYOUT", "SR-MEG-SPLIT",
+    "SR-MEG-EXPERTS", "SR-MEG-LAYERS", "SR-MEG-OBJECT",
+)  # fmt: skip
 _NOT_INCOMPLETE = frozenset({"SR-FILE-CRC", "SR-FILE-GENERATION", "SR-COV-REPLICA"})
 
 

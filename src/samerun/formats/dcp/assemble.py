@@ -8,27 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from samerun.core.box import check_tilings
 from samerun.core.dtype import DTYPES, DType
 from samerun.core.state import LogicalState, ParamGroup, RecordedProgress, Role, TensorEntry, TensorKey, Tiling
 from samerun.errors import CorruptCheckpoint, FormatError, Problem, Severity
 from samerun.formats.base import coverage_problems
-from samerun.formats.dcp.files import check_leftovers, check_places, find_files
-from samerun.formats.dcp.index import NOWHERE, Index, Ints, StoredTensor
-from samerun.formats.dcp.items import Items, no_place, transformed
 from samerun.formats.dcp.optimizer import MASTER_SLOTS, Optimizer, find_roots, read_optimizer
 from samerun.formats.dcp.roles import Models, find_models, infer_role, usual_pieces
 from samerun.formats.dcp.sections import plant, recognise
 from samerun.formats.dcp.ties import find_ties
 from samerun.formats.dcp.topology import find_topology
+from samerun.formats.dcpfile.index import NOWHERE, Index, StoredTensor
+from samerun.formats.dcpfile.items import Items, no_place
+from samerun.formats.dcpfile.opened import open_items
 from samerun.formats.torchfile.unpickle import Inert, decode_pickle
 from samerun.stores.local import MappedFiles
 
 _SMALL_TENSOR_BYTES = 1 << 20
-_SMALLEST_ARCHIVE_BYTES = 200
-_LARGEST = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,43 +41,8 @@ class Assembled:
 
 def assemble_state(root: Path, index: Index, metadata: tuple[Path, ...], maps: MappedFiles) -> Assembled:
     """Builds the logical state of an opened directory. Reads small objects, no tensor of the model."""
-    files, problems = find_files(root, index)
-    placing, readable = check_places(index, files, _smallest_items(index))
-    items = Items(index, files, readable, maps)
-    problems = [*index.problems, *problems, *placing, *check_places_given(index, items)]
-    problems += check_leftovers(root, index.files, [file.name for file in metadata])
+    items, problems = open_items(root, index, metadata, maps)
     return _Assembly(root, index, items, problems, len(metadata)).assemble()
-
-
-def _smallest_items(index: Index) -> Ints:
-    """Returns by row the fewest bytes that an item needs: its values and the least that an archive adds."""
-    smallest = np.full(len(index.places), _SMALLEST_ARCHIVE_BYTES, np.int64)
-    for tensor in index.tensors:
-        placed = tensor.rows != NOWHERE
-        sizes = np.clip(tensor.tiling.sizes, 0, None)
-        if math.prod(tensor.shape) * tensor.dtype.num_bytes < _LARGEST:
-            counts = sizes.prod(axis=1) * tensor.dtype.num_bytes
-        else:
-            exact = [min(math.prod(row) * tensor.dtype.num_bytes, _LARGEST) for row in sizes.tolist()]
-            counts = np.array(exact, np.int64)
-        smallest[tensor.rows[placed]] += counts[placed]
-    smallest[list(index.transforms)] = 1  # what a compressed item takes is known only when it is unpacked
-    return smallest
-
-
-def check_places_given(index: Index, items: Items) -> list[Problem]:
-    """Checks that every chunk with values and every object has a place, and bytes as torch.save left them."""
-    problems: list[Problem] = []
-    for tensor in index.tensors:
-        lost = (tensor.rows == NOWHERE) & (tensor.tiling.sizes > 0).all(axis=1)
-        if bool(lost.any()):
-            problems.append(no_place(tensor.name))
-    problems += [no_place(item.name) for item in index.objects if not item.rows]
-    packed = [(row, names) for row, names in index.transforms.items() if not items.unpacks(row)]
-    for row, names in packed[:1]:
-        file = items.files[int(index.places.file[row])]
-        problems.append(transformed(file.path, f"{len(packed)} items", names))
-    return problems
 
 
 class _Assembly:

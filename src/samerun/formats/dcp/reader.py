@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,22 +11,10 @@ from samerun.core.state import LogicalState
 from samerun.errors import CorruptCheckpoint, Problem, UsageError
 from samerun.formats.base import Array, Extent, PayloadCheck, assemble_box, numpy_dtype, require_key, view_extent
 from samerun.formats.dcp.assemble import Assembled, assemble_state
-from samerun.formats.dcp.evidence import check_items, check_payloads
-from samerun.formats.dcp.files import RANK_METADATA
-from samerun.formats.dcp.index import merge_indexes, read_index
-from samerun.formats.dcp.items import Items
+from samerun.formats.dcpfile.evidence import check_items, check_payloads
+from samerun.formats.dcpfile.items import Items
+from samerun.formats.dcpfile.opened import read_metadata
 from samerun.stores.local import MappedFiles
-
-_MAX_METADATA_BYTES = 16 << 30  # about 200 bytes per chunk: 80 million chunks
-
-
-def metadata_files(root: Path) -> tuple[Path, ...]:
-    """Returns the metadata of a DCP directory: `.metadata`, or every rank's own; empty if it is none."""
-    whole = root / ".metadata"
-    if os.path.lexists(whole):
-        return (whole,)
-    found = [(int(match.group(1)), name) for name in os.listdir(root) if (match := RANK_METADATA.match(name))]
-    return tuple(root / name for _, name in sorted(found))
 
 
 def open_dcp(path: Path) -> DcpCheckpoint:
@@ -37,24 +24,8 @@ def open_dcp(path: Path) -> DcpCheckpoint:
         CorruptCheckpoint: if the metadata cannot be used at all. Anything less is a finding of the state.
     """
     maps = MappedFiles()
-    metadata = metadata_files(path)
-    for file in metadata:
-        _check_size(file)
-    index = merge_indexes([(file, read_index(maps.map(file), file)) for file in metadata])
+    index, metadata = read_metadata(path, maps)
     return DcpCheckpoint(path, assemble_state(path, index, metadata, maps), maps)
-
-
-def _check_size(file: Path) -> None:
-    size = os.stat(file).st_size
-    if size > _MAX_METADATA_BYTES:
-        raise CorruptCheckpoint(
-            Problem(
-                "SR-PKL-HOSTILE",
-                f"the metadata is {size} bytes long, more than any checkpoint needs",
-                where={"file": str(file)},
-                hint="restore it from the source",
-            )
-        )
 
 
 class DcpCheckpoint:

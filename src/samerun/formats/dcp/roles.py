@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from samerun.core.state import Role, normalize_fqn
-from samerun.formats.dcp.index import StoredTensor
+from samerun.formats.dcpfile.index import StoredTensor
 
 _RNG = re.compile(r"(?:^|[._])(?:rng|random|seed)s?(?:_?(?:state|rank|gen))*[._\d]*", re.IGNORECASE)
 _AVERAGE = re.compile(r"(?:^|[._])(?:ema|swa|averaged?|shadow)(?:$|[._])", re.IGNORECASE)

@@ -9,8 +9,8 @@ import numpy as np
 
 from samerun.core.state import Role, TensorEntry
 from samerun.errors import FormatError
-from samerun.formats.dcp.index import StoredTensor
-from samerun.formats.dcp.items import Items
+from samerun.formats.dcpfile.index import StoredTensor
+from samerun.formats.dcpfile.items import Items
 
 _FEWEST_ELEMENTS = 16
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from samerun.core.mesh import AXES, Layout
 from samerun.core.state import Role, TensorEntry, Topology
-from samerun.formats.dcp.files import ranks_of
-from samerun.formats.dcp.index import NOWHERE, Index, StoredTensor
+from samerun.formats.dcpfile.files import ranks_of
+from samerun.formats.dcpfile.index import NOWHERE, Index, StoredTensor
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h)\.(\d+)\.")
 _FEWEST_PER_LAYER = 3

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from samerun.core.dtype import DType
-from samerun.core.flat import flat_boxes, meet, row_major_strides
+from samerun.core.flat import Part, row_major_strides, run_parts
 from samerun.core.state import TensorEntry, TensorKey, Tiling
 from samerun.errors import Problem
 from samerun.formats.base import Extent
@@ -15,16 +15,6 @@ from samerun.formats.deepspeed.slices import Slice
 from samerun.formats.placement import Piece, Placement, place
 
 Copy = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A box of a tensor, where its values begin relative to a buffer's origin, and its block's number in the slice."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-    block: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,15 +31,7 @@ def parts_of_run(shape: Sequence[int], cut: Slice, first: int, count: int) -> tu
 
     Starts count from the rank's element `first`.
     """
-    strides = row_major_strides(shape)
-    parts: list[Part] = []
-    for box in flat_boxes(shape, first, first + count):
-        for number, block in enumerate(cut.blocks):
-            inside = meet(box.offsets, box.sizes, block)
-            if inside is not None:
-                at = sum(map(int.__mul__, inside.source, strides))
-                parts.append(Part(inside.target, inside.sizes, at - first, number))
-    return tuple(parts)
+    return tuple(run_parts(shape, cut.blocks, first, count))
 
 
 def pieces_of_run(

@@ -13,8 +13,8 @@ import numpy as np
 
 from samerun.errors import FormatError, Problem, Severity
 from samerun.formats.base import PayloadCheck
-from samerun.formats.dcp.index import NOWHERE, Index
-from samerun.formats.dcp.items import Items
+from samerun.formats.dcpfile.index import NOWHERE, Index
+from samerun.formats.dcpfile.items import Items
 from samerun.formats.torchfile.archive import checksum_problem
 
 
@@ -66,6 +66,20 @@ def check_payloads(index: Index, items: Items, advance: Callable[[int], None] | 
     if checked < total or silent:
         return PayloadCheck(checked, total, None, _generation_note(index, silent) if silent else ())
     return PayloadCheck(checked, total, True)
+
+
+def check_object_payloads(index: Index, items: Items) -> list[Problem]:
+    """Compares the tensors inside stored objects with the checksums in their archives."""
+    problems: list[Problem] = []
+    for item in index.objects:
+        for row in item.rows:
+            if not items.readable(row):
+                continue
+            try:
+                problems += items.check_archive(row, item.name)
+            except FormatError:
+                continue  # reported when the object was read
+    return problems
 
 
 def _files_without_counter(index: Index) -> list[str]:

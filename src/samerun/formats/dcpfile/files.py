@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from samerun.errors import Problem, Severity
-from samerun.formats.dcp.index import NOWHERE, Index, Ints
+from samerun.formats.dcpfile.index import NOWHERE, Index, Ints
 
 DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp$")
 RANK_METADATA = re.compile(r"__(\d+)\.metadata$")

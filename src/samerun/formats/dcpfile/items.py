@@ -11,10 +11,10 @@ from typing import Any
 from samerun.core.state import Role, TensorEntry, TensorKey
 from samerun.errors import CorruptCheckpoint, Problem, UnsupportedVersion
 from samerun.formats.base import Array, Extent, assemble_box, view_extent
-from samerun.formats.dcp.files import DataFile
-from samerun.formats.dcp.index import NOWHERE, Index, Ints, StoredTensor
-from samerun.formats.dcp.packed import find_zstd, is_zstd, largest_item_bytes, unpack
-from samerun.formats.torchfile.archive import Archive, read_archive, read_value
+from samerun.formats.dcpfile.files import DataFile
+from samerun.formats.dcpfile.index import NOWHERE, Index, Ints, StoredTensor
+from samerun.formats.dcpfile.packed import find_zstd, is_zstd, largest_item_bytes, unpack
+from samerun.formats.torchfile.archive import Archive, checksum_problem, read_archive, read_value
 from samerun.formats.torchfile.unpickle import Decoded, TensorRef
 from samerun.stores.local import MappedFiles
 
@@ -122,6 +122,19 @@ class Items:
         """Returns a whole tensor, put together from its chunks."""
         entry = TensorEntry(TensorKey(Role.BUFFER, tensor.name), tensor.shape, tensor.dtype, tensor.tiling, tensor.name)
         return assemble_box(entry, lambda piece: self.view(tensor, piece))
+
+    def check_archive(self, row: int, name: str) -> list[Problem]:
+        """Compares every payload of one item with the checksum that its archive records, reading it."""
+        archive = self.archive(row, name)
+        buffer = memoryview(self._maps.map(archive.file))
+        return [
+            checksum_problem(archive.file, f"{name} ({part})", record.crc32, found)
+            for part, record in archive.records.items()
+            if record.crc32 is not None
+            and part.startswith("data/")
+            and (found := zlib.crc32(buffer[record.offset_bytes : record.offset_bytes + record.num_bytes]))
+            != record.crc32
+        ]
 
     def checksum(self, extent: Extent) -> int:
         """Computes the CRC-32 of the storage that holds a piece, reading it."""
