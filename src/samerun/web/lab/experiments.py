@@ -21,10 +21,6 @@ class Part:
     codes: tuple[str, ...]
     """The findings that name it, in the order in which a migration meets them."""
 
-    def findings(self) -> tuple[Entry, ...]:
-        """Returns the catalogue's entries."""
-        return tuple(load_catalog()[code] for code in self.codes)
-
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
@@ -37,9 +33,18 @@ class Experiment:
     eta: float
     parts: tuple[Part, ...]
 
+    def findings(self) -> list[tuple[Entry, tuple[str, ...]]]:
+        """Returns what names a lost part, each finding once with the parts' symbols: after loading first."""
+        codes = dict.fromkeys(code for part in self.parts for code in part.codes)
+        ordered = sorted(codes, key=lambda code: not code.startswith("SR-LOAD-"))
+        catalog = load_catalog()
+        return [(catalog[code], tuple(part.symbol for part in self.parts if code in part.codes)) for code in ordered]
+
 
 RATE_CODES = ("SR-LOAD-LR", "SR-UPD-LR", "SR-UPD-UPDATENORM")
 """What notices another learning rate, which is the difference between the two runs of the exercise."""
+
+_CENTRES = ", ".join(f"{c:g}" for c in SAMPLES).replace("-", "−")
 
 EXPERIMENTS = (
     Experiment(
@@ -68,8 +73,14 @@ EXPERIMENTS = (
         "both for their start at zero. Losing any of them, or all, leaves x as it is.",
         0.3,
         (
-            Part("m", "m", "mean of gradients", "zero", ("SR-LOAD-OPT", "SR-LOAD-OPT-RESET", "SR-UPD-DELTA")),
-            Part("v", "v", "mean of squares", "zero: the step explodes", ("SR-LOAD-OPT", "SR-UPD-UPDATENORM")),
+            Part("m", "m", "mean of gradients", "zero", ("SR-LOAD-OPT", "SR-LOAD-OPT-RESET", "SR-UPD-UPDATENORM")),
+            Part(
+                "v",
+                "v",
+                "mean of squares",
+                "zero: the step explodes",
+                ("SR-LOAD-OPT", "SR-LOAD-OPT-RESET", "SR-UPD-UPDATENORM"),
+            ),
             Part("step", "t", "count of updates", "zero: corrected twice", ("SR-LOAD-STEP", "SR-UPD-UPDATENORM")),
         ),
     ),
@@ -86,14 +97,14 @@ EXPERIMENTS = (
                 "k",
                 "the schedule's index",
                 "zero: the schedule begins again",
-                ("SR-LOAD-SCHED", "SR-UPD-LR", "SR-UPD-INDEX"),
+                ("SR-LOAD-SCHED", "SR-UPD-LR", "SR-UPD-UPDATENORM"),
             ),
         ),
     ),
     Experiment(
         Rule.SAMPLES,
         "Sample order",
-        f"fᵢ(x) = (x − cᵢ)² / 2,  c = {', '.join(f'{c:g}' for c in SAMPLES)},  x ← x − η (x − cᵢ),  i the next sample",
+        f"fᵢ(x) = (x − cᵢ)² / 2,  c = {_CENTRES},  x ← x − η (x − cᵢ),  i the next sample",
         "Four samples are taken in turn; together they make f. Equal x at another place in the order sees other "
         "samples: some again, some not at all. The loss may even look better, so only the samples' names tell.",
         0.3,
@@ -103,7 +114,7 @@ EXPERIMENTS = (
                 "i",
                 "place in the sample order",
                 "zero: the epoch begins again",
-                ("SR-LOAD-OBJECT", "SR-SAMPLE-REPLAYED", "SR-SAMPLE-ORDER"),
+                ("SR-LOAD-OBJECT", "SR-SAMPLE-REPLAYED", "SR-SAMPLE-OTHER"),
             ),
         ),
     ),
