@@ -8,6 +8,8 @@ from pathlib import Path
 TOP = Path(__file__).parents[1]
 sys.path.insert(0, str(TOP / "src"))
 
+from pictures import PICTURES  # noqa: E402
+
 from samerun.catalog import load_catalog  # noqa: E402
 from samerun.manifest.schema import schema_text  # noqa: E402
 
@@ -36,6 +38,7 @@ def findings_page() -> str:
 PAGES = {
     TOP / "docs" / "findings.md": findings_page,
     TOP / "docs" / "schema" / "manifest-1.json": schema_text,
+    **{TOP / "docs" / "pictures" / name: draw for name, draw in PICTURES.items()},
 }
 
 

@@ -20,10 +20,9 @@ def command(output: Path | None, port: int, no_open: bool) -> None:
     Ctrl-C, and fetches nothing.
 
     \b
-    Examples:
-      samerun lab
-      samerun lab --no-open --port 8765
-      samerun lab -o lab.html
+    samerun lab
+    samerun lab --no-open --port 8765
+    samerun lab -o lab.html
     """
     from samerun.web.lab.page import render_lab
 
