@@ -47,7 +47,7 @@ def trainer_names() -> Iterator[dict[str, Any]]:
             "loss_sum": loss_sum, "valid_tokens": valid_tokens, "count_valid": valid_tokens,
             "tokens": 32, "loss": 0.5, "grad_norm": 1.0, "ids": list(range(32)), "losses": [0.5], "logits": None,
             "progress": {"update": 0}, "config": {"dim": 4}, "path": "checkpoint", "save": lambda *update: None,
-            "update": 0, "last_update": 2,
+            "update": 12, "last_update": 14,
         }  # fmt: skip
     finally:
         dist.destroy_process_group()

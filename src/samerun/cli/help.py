@@ -8,21 +8,25 @@ from typing import Any
 import click
 
 _BLOCKS = "0  no finding blocks", "1  a finding of severity error", "2  usage error, or input that cannot be read"
+_AGAIN = "3  interrupted; the same command goes on"
 _USAGE = "2  usage error, or input that cannot be read"
 
 EXIT_CODES: dict[str, tuple[str, ...]] = {
     "inspect": _BLOCKS,
     "digest": ("0  every tensor was digested", _USAGE),
     "diff": ("0  equal", "1  different", _USAGE),
-    "convert": ("0  converted, and proved equal", *_BLOCKS[1:], "3  interrupted; the same command goes on"),
+    "convert": ("0  converted, and proved equal", *_BLOCKS[1:], _AGAIN),
     "batch": ("0  the options were listed", _USAGE),
     "memory": ("0  everything fits", "1  a rank holds more than its device", _USAGE),
     "draft": ("0  the manifest was written", _USAGE),
     "plan": ("0  planned", "1  open questions, or a finding that blocks", _USAGE),
-    "run": ("0  promote", "1  reject", _USAGE, "3  interrupted; the same command goes on", "4  abstain"),
+    "run": ("0  promote", "1  reject", _USAGE, _AGAIN, "4  abstain"),
     "judge": ("0  promote", "1  reject", _USAGE, "4  abstain: evidence is missing"),
     "report": ("0  the page was written", _USAGE),
     "trace": ("0  the trace is sound", "1  it is not", _USAGE),
+    "audit": ("0  every sample once", "1  replayed, omitted or given out twice", _USAGE),
+    "calibrate": ("0  the controls were measured", "1  they cannot judge anything", _USAGE, _AGAIN),
+    "ui": ("0  ended by Ctrl-C", _USAGE),
     "explain": ("0  explained", "2  there is no such finding"),
     "lab": ("0  ended by Ctrl-C, or written", _USAGE),
     "demo": ("0  promote", "1  reject", _USAGE, "4  abstain"),
