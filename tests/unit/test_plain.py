@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
-import pytest
 
 from samerun.core.plain import MISSING, differing_paths, is_opaque, plain, same_plain
-from samerun.core.rename import NameMap
 from samerun.train.objects import object_state
 
 
@@ -70,14 +68,3 @@ def test_differences_are_leaves() -> None:
     assert differing_paths(True, 1) == [("", True, 1)]
     assert differing_paths([1], [1, 2]) == [("", [1], [1, 2])]
     assert differing_paths(a, a) == []
-
-
-def test_name_maps() -> None:
-    names = NameMap.of({"wte.w": "tok.w", "h.*.w": "blocks.*.w", "param:seen": "buffer:seen"})
-    assert names.rename("param:wte.w") == "param:tok.w"
-    assert names.rename("optim.exp_avg:h.3.w") == "optim.exp_avg:blocks.3.w"
-    assert names.rename("param:seen") == "buffer:seen"
-    assert names.rename("param:other") == "param:other"
-    assert names.unused(["param:wte.w", "param:h.1.w"]) == ["param:seen"]
-    with pytest.raises(ValueError, match=r"a\.\*: b"):
-        NameMap.of({"a.*": "b", "c": "d"})

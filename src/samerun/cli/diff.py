@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from samerun.cli.output import emit_json
-from samerun.errors import Problem, UsageError
 
 if TYPE_CHECKING:
-    from samerun.core.rename import NameMap
     from samerun.verify.compare import Comparison
 
 _MOST_ROWS = 20
@@ -21,7 +19,7 @@ _MOST_ROWS = 20
 @click.argument("b")
 @click.option("--rtol", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Relative to A's element.")
 @click.option("--atol", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Absolute.")
-@click.option("--map", "map_file", metavar="FILE", help="YAML or JSON: names in A to names in B.")
+@click.option("--map", "map_file", metavar="FILE", help="Names in A to names in B: a file or a map's name.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
 def command(ctx: click.Context, a: str, b: str, rtol: float, atol: float, map_file: str | None, as_json: bool) -> None:
@@ -33,21 +31,23 @@ def command(ctx: click.Context, a: str, b: str, rtol: float, atol: float, map_fi
     \b
     samerun diff ckpt/step-100 moved/step-100
     samerun diff a b --rtol 1e-5 --map names.yaml --json
+    samerun diff iter_0000100 hf-model --map megatron-to-llama,heads=32,groups=8
     """
     from samerun.cli.progress import bytes_progress
     from samerun.formats.detect import open_checkpoint
+    from samerun.formats.mapfile import read_name_map
+    from samerun.formats.mapped import MappedCheckpoint
     from samerun.verify.compare import compare_checkpoints
 
-    names = read_name_map(map_file) if map_file else None
     left = open_checkpoint(a)
     try:
         right = open_checkpoint(b)
         try:
-            if names is not None:
-                _require_used(names, list(left.state.tensors), map_file or "")
+            if map_file is not None:
+                left = MappedCheckpoint(left, read_name_map(map_file, left.state))
             total = sum(entry.num_bytes for entry in left.state.tensors.values())
             with bytes_progress("comparing", total) as progress:
-                result = compare_checkpoints(left, right, rtol=rtol, atol=atol, names=names, progress=progress)
+                result = compare_checkpoints(left, right, rtol=rtol, atol=atol, progress=progress)
         finally:
             right.close()
     finally:
@@ -57,48 +57,6 @@ def command(ctx: click.Context, a: str, b: str, rtol: float, atol: float, map_fi
     else:
         _print(result)
     ctx.exit(0 if result.equal else 1)
-
-
-def read_name_map(file: str) -> NameMap:
-    """Reads a name map from a YAML (or JSON) file.
-
-    Raises:
-        UsageError: if the file is not a mapping of names to names.
-    """
-    from pathlib import Path
-
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
-    from samerun.core.rename import NameMap
-
-    try:
-        rules: Any = YAML(typ="safe", pure=True).load(Path(file))
-        if not isinstance(rules, dict) or not all(isinstance(x, str) for pair in rules.items() for x in pair):
-            raise ValueError("a name map is a mapping of names to names")
-        return NameMap.of(rules)
-    except (YAMLError, ValueError) as error:
-        raise UsageError(
-            Problem(
-                "SR-USAGE-MAP",
-                f"cannot read the name map: {error}",
-                where={"file": file},
-                hint="one `name in A: name in B` per line, with one * on each side or none",
-            )
-        ) from None
-
-
-def _require_used(names: NameMap, keys: list[str], file: str) -> None:
-    unused = names.unused(keys)
-    if unused:
-        raise UsageError(
-            Problem(
-                "SR-USAGE-MAP",
-                f"no tensor of A fits {', '.join(unused)}",
-                where={"file": file},
-                hint="the left sides are names in A; `samerun inspect A --json` lists them",
-            )
-        )
 
 
 def _print(result: Comparison) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from samerun.core.config import find_setting
 from samerun.core.dtype import parse_dtype
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role, Topology
@@ -39,7 +40,6 @@ _FRAMEWORKS = {
     "accelerate": "accelerate",
     "lightning": "lightning",
 }
-_CONFIG_OBJECTS = ("config", "args", "hparams", "hyper_parameters", "train_config")
 _CONFIG_NAMES = {
     "global_batch": ("global_batch", "global_batch_size", "train_batch_size"),
     "microbatch": ("microbatch", "max_microbatch", "micro_batch", "micro_batch_size", "per_device_train_batch_size"),
@@ -83,8 +83,7 @@ class _Facts:
 
     def config(self, wanted: str) -> Any:
         """Returns what the checkpoint's own configuration says under one of the usual names, or None."""
-        settings = _settings(self.state.objects)
-        return next((settings[name] for name in _CONFIG_NAMES[wanted] if settings.get(name) is not None), None)
+        return find_setting(self.state.objects, _CONFIG_NAMES[wanted])
 
     def count(self, wanted: str) -> int | None:
         """Returns a configured whole number of at least 1, or None."""
@@ -158,20 +157,6 @@ def yaml_value(value: Any) -> str:
         digits, exponent, power = repr(value).partition("e")
         return f"{digits if '.' in digits or not exponent else digits + '.0'}{exponent}{power}"
     return json.dumps(value)
-
-
-def _settings(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the checkpoint's configuration, saved as one mapping or flattened to dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in objects.items():
-        head, _, rest = name.partition(".")
-        if head not in _CONFIG_OBJECTS:
-            continue
-        if isinstance(value, Mapping):
-            found |= {str(key): item for key, item in cast(Mapping[Any, Any], value).items()}
-        elif rest:
-            found[rest.rpartition(".")[2]] = value
-    return found
 
 
 def _put_run(draft: _Draft, facts: _Facts, checkpoint: str, name: str) -> None:

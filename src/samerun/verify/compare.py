@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from samerun.core.plain import MISSING, differing_paths, is_opaque, plain
-from samerun.core.rename import NameMap
 from samerun.core.state import LogicalState
 from samerun.errors import CorruptCheckpoint, Problem
 from samerun.verify.digest import blocks, read_pieces
@@ -100,34 +99,27 @@ def compare_checkpoints(
     *,
     rtol: float = 0.0,
     atol: float = 0.0,
-    names: NameMap | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> Comparison:
     """Compares two checkpoints, tensor by tensor, in blocks of a few tens of MiB.
 
     Args:
-        a: the reference.
+        a: the reference; under a name map, the mapped view of it, and keys in the result are the mapped ones.
         b: the other one.
         rtol: elements may differ by `atol + rtol * |a|` and still count as equal.
         atol: see `rtol`.
-        names: renames A's tensors before they are compared; keys in the result are B's.
         progress: called with (key, bytes of A) as each tensor is done.
 
     Raises:
         CorruptCheckpoint: if a tensor on either side is not whole or cannot be read; every such tensor is listed.
     """
-    renames = names or NameMap()
-    old = {renames.rename(key): key for key in a.state.tensors}
-    described = {
-        new: {"aliases": [renames.rename(f"param:{alias}").partition(":")[2] for alias in a.state.tensors[key].aliases]}
-        for new, key in old.items()
-    }
+    described = {key: {"aliases": list(entry.aliases)} for key, entry in a.state.tensors.items()}
     match = match_tensors(b.state, described, counters=True)
     found = _Found()
     for pair in match.pairs:
-        _compare_pair(a, old[pair.key], b, pair.saved, rtol, atol, found)
+        _compare_pair(a, pair.key, b, pair.saved, rtol, atol, found)
         if progress is not None:
-            progress(pair.saved, a.state.tensors[old[pair.key]].num_bytes)
+            progress(pair.saved, a.state.tensors[pair.key].num_bytes)
     if found.unreadable:
         raise CorruptCheckpoint(found.unreadable)
     return Comparison(
@@ -136,7 +128,7 @@ def compare_checkpoints(
         shape=tuple(found.shape),
         dtype=tuple(found.dtype),
         values=tuple(found.values),
-        settings=tuple(compare_settings(a.state, b.state, renames)),
+        settings=tuple(compare_settings(a.state, b.state)),
         objects=tuple(_compare_objects(a.state, b.state)),
         compared=len(match.pairs),
     )
@@ -223,11 +215,11 @@ def _sum_of_squares(values: Array) -> float:
 # --- everything that is not a tensor ------------------------------------------------------------------------------
 
 
-def compare_settings(a: LogicalState, b: LogicalState, names: NameMap) -> list[Disagreement]:
+def compare_settings(a: LogicalState, b: LogicalState) -> list[Disagreement]:
     """Returns differences in parameter groups (by name), progress and scheduler, where both sides record them."""
     differences: list[Disagreement] = []
     if a.groups and b.groups:
-        differences += _compare_groups(a, b, names)
+        differences += _compare_groups(a, b)
     for name in _PROGRESS:
         mine, other = getattr(a.progress, name), getattr(b.progress, name)
         if mine is not None and other is not None and mine != other:
@@ -237,8 +229,8 @@ def compare_settings(a: LogicalState, b: LogicalState, names: NameMap) -> list[D
     return differences
 
 
-def _compare_groups(a: LogicalState, b: LogicalState, names: NameMap) -> list[Disagreement]:
-    mine = {names.rename(f"param:{fqn}"): values for fqn, values in group_settings(a).items()}
+def _compare_groups(a: LogicalState, b: LogicalState) -> list[Disagreement]:
+    mine = {f"param:{fqn}": values for fqn, values in group_settings(a).items()}
     other = {f"param:{fqn}": values for fqn, values in group_settings(b).items()}
     differences: list[Disagreement] = []
     for key in dict.fromkeys([*mine, *other]):

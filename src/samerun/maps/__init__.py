@@ -1,0 +1,1 @@
+"""Name maps that come with samerun, by file name: `samerun diff --map NAME`."""
