@@ -102,7 +102,7 @@ def test_manifests_and_name_maps_are_valid(block: Block) -> None:
     if "samerun" in document:
         assert parse_document(block.text, str(block)).problems == ()
     else:
-        parse_map(document, {})
+        parse_map(document, dict.fromkeys(document.get("settings", ()), 2))
 
 
 def test_every_block_says_what_it_is() -> None:
