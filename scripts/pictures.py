@@ -20,7 +20,7 @@ _STYLE = """
   .candidate { stroke: #1f5fa8; stroke-width: 2; fill: none; }
   @media (prefers-color-scheme: dark) {
     text { fill: #e7e9ec; } .soft { fill: #aab2bc; } .paper { fill: #14171b; } .slot, .rule { stroke: #4a525c; }
-    .ink { stroke: #e7e9ec; } .on { fill: #14171b; } .done { fill: #4d5661; } .bad { fill: #f2867d; }
+    .ink { stroke: #e7e9ec; } .on { fill: #14171b; } .done { fill: #87909b; } .bad { fill: #f2867d; }
     .h0 { fill: #6f9fe0; } .h1 { fill: #e79d52; } .h2 { fill: #62bb8b; } .h3 { fill: #d57fb2; }
     .badline { stroke: #f2867d; } .band { fill: #1d3327; } .edge { stroke: #5fb386; } .candidate { stroke: #7fb2f0; }
     .control { stroke: #75808c; }
@@ -56,20 +56,8 @@ def dealing_picture() -> str:
     parts = [
         *_dealt(60, "4 replicas: 4 passes of 2", [[2] * 4] * 4),
         *_dealt(440, f"3 replicas: {ragged.passes} passes, shares {shares}", ragged.dealing.microbatches),
-        _text(
-            60,
-            292,
-            "Each row is a pass, each column a replica, each square a sample of the same 32, numbered in the",
-            "soft",
-        ),
-        _text(
-            60,
-            310,
-            "global order. Unequal microbatches are exact as long as one number divides all of them: 32.",
-            "soft",
-        ),
     ]
-    return _svg("One global batch of 32 samples, dealt to 4 replicas and to 3", 326, parts)
+    return _svg("One global batch of 32 samples, dealt to 4 replicas and to 3", 280, parts)
 
 
 def _dealt(left: float, title: str, passes: Iterable[Iterable[int]]) -> Iterable[str]:
@@ -110,21 +98,8 @@ def layouts_picture() -> str:
             x, y = left + start * 22 + 1, 44 + top * 20 + 1
             parts.append(_box(x, y, (stop - start) * 22 - 2, (bottom - top) * 20 - 2, f"h{rank}"))
             parts.append(_text(x + (stop - start) * 11, y + (bottom - top) * 10 + 4, f"rank {rank}", "num on"))
-    parts += [
-        _text(
-            40,
-            272,
-            "The same 10 × 8 tensor. Rows do not divide by 4 or by 3, so the last rank holds fewer; nothing may be",
-            "soft",
-        ),
-        _text(
-            40,
-            290,
-            "missing, held twice, or counted as a value when it is padding. The digest is the same in all three.",
-            "soft",
-        ),
-    ]
-    return _svg("One tensor of 10 by 8 values under three layouts", 306, parts)
+    parts += []
+    return _svg("One tensor of 10 by 8 values under three layouts", 260, parts)
 
 
 def progress_picture() -> str:
@@ -150,15 +125,8 @@ def progress_picture() -> str:
         _text(seam + 8, 98, "read ahead, not committed: issued again", "soft"),
         _text(seam + 8, 182, "0 to 11 are seen twice", "soft"),
         _text(left, 224, "12 to 15 are never seen", "soft"),
-        _text(
-            40,
-            268,
-            "One coordinate, 12 committed samples, means the same on any number of ranks. A lost cursor",
-            "soft",
-        ),
-        _text(40, 286, "lowers the loss, so no curve shows it; the samples’ own ids do.", "soft"),
     ]
-    return _svg("The sample order across a move, and two ways to lose the place in it", 302, parts)
+    return _svg("The sample order across a move, and two ways to lose the place in it", 250, parts)
 
 
 def band_picture() -> str:
@@ -186,20 +154,8 @@ def band_picture() -> str:
         _text(left, 34, "deviation from the first control", "soft"),
         _text(left, 118, "sealed limit: factor × what the controls differ by", "soft"),
         _text(600, 46, "rejected", "bad end"),
-        _text(
-            40,
-            262,
-            "Grey: how far a second control is from the first. Green: the band, sealed before any candidate ran.",
-            "soft",
-        ),
-        _text(
-            40,
-            280,
-            "Blue: a candidate that uses part of it. Red: one that leaves it, at an update that is named.",
-            "soft",
-        ),
     ]
-    return _svg("A sealed band around two controls, a candidate inside and one that leaves it", 296, parts)
+    return _svg("A sealed band around two controls, a candidate inside and one that leaves it", 240, parts)
 
 
 PICTURES = {
