@@ -19,7 +19,6 @@ from mkdocs.structure.files import File  # noqa: E402
 from samerun.cli import VERBS, root  # noqa: E402
 from samerun.web.lab.page import render_lab  # noqa: E402
 
-MADE = ("verbs.md", "lab.html")
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
 _DIRECTIVE = re.compile(r"^<!-- block:.*?-->\n", re.MULTILINE | re.DOTALL)
 _outside: set[Path] = set()
@@ -59,6 +58,7 @@ def _expand(nav: list[Any], docs: Path, named: set[str]) -> list[Any]:
 
 def on_files(files: Any, config: Any) -> Any:
     """Adds the pages that are made from the code."""
+    _outside.clear()
     files.append(File.generated(config, "verbs.md", content=verbs_page()))
     files.append(File.generated(config, "lab.html", content=render_lab()))
     return files

@@ -134,6 +134,15 @@ def test_a_control_that_is_no_number_stops_the_steps(page: Any) -> None:
     assert page.locator("#A-note").inner_text() == "η must be a number."
     page.fill("#A-eta", "0.5")
     assert step.is_enabled()
+    page.fill("#A-x0", "")
+    assert step.is_disabled()
+    page.fill("#A-x0", "4")
+    step.click()
+    assert shown(page, "A", "x") == "2"
+    assert page.locator("[data-bench=A] [data-say]").inner_text() == "Iteration 1: position 2."
+    page.fill("#A-x0", "")
+    assert step.is_enabled()
+    assert page.locator("[data-bench=A] [data-do=reset]").is_disabled()
 
 
 def test_a_run_that_explodes_stays_readable(page: Any) -> None:

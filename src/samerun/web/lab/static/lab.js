@@ -82,7 +82,7 @@
 
     step() {
       const eta = rate(this.eta);
-      if (eta === null || this.root.querySelector("[data-do=step]").disabled) return;
+      if (this.root.querySelector("[data-do=step]").disabled) return;
       const state = RULES.advance("gradient", eta, RULES.start(this.rows[this.iteration].x));
       this.rows.push({ x: state.x, eta });
       const input = this.inputs.find((other) => Number(other.dataset.predict) === this.iteration);
@@ -102,11 +102,13 @@
 
     show() {
       const eta = rate(this.eta), x0 = rate(this.x0), now = this.rows[this.iteration];
-      this.root.querySelector("[data-do=step]").disabled = eta === null;
+      this.root.querySelector("[data-do=step]").disabled = eta === null || (!this.iteration && x0 === null);
       this.root.querySelector("[data-do=reset]").disabled = x0 === null;
       this.root.querySelector(".note").textContent = noteOn({ eta, x0, lastEta: now.eta, began: this.rows[0].x, moving: this.iteration > 0 });
       const values = { k: String(this.iteration), x: number(now.x), gradient: number(RULES.gradient("gradient", now)), loss: number((now.x * now.x) / 2) };
       for (const [key, text] of Object.entries(values)) this.root.querySelector(`[data-now=${key}]`).textContent = text;
+      const judged = { right: " Prediction right.", wrong: " Prediction wrong." }[this.judged(this.iteration)] ?? "";
+      this.root.querySelector("[data-say]").textContent = this.iteration ? `Iteration ${this.iteration}: position ${values.x}.${judged}` : "";
       for (const output of all("[data-mark]", this.root)) this.mark(output, this.judged(Number(output.dataset.mark)));
       this.root.querySelector("tbody").replaceChildren(...this.rows.map((row, k) => this.line(row, k)));
       this.todo(eta);
@@ -172,7 +174,7 @@
 
   function together(benches) {
     const [a, b] = benches.map((bench) => bench.rows), shared = Math.min(a.length, b.length);
-    const equal = (k) => k < shared && Object.is(a[k].x, b[k].x);
+    const equal = (k) => k < shared && (a[k].x === b[k].x || (Number.isNaN(a[k].x) && Number.isNaN(b[k].x)));
     const count = Math.max(a.length, b.length);
     const meet = Array.from({ length: shared }, (_, k) => k).slice(1).find((k) => equal(k) && k + 1 < shared && !equal(k + 1));
     const waiting = shared > 1 && equal(shared - 1) && meet === undefined;
@@ -229,7 +231,7 @@
 
     step() {
       const eta = rate(this.eta), now = this.rows[this.update];
-      if (eta === null) return;
+      if (this.root.querySelector("[data-do=step]").disabled) return;
       const control = RULES.advance(this.rule, eta, now.control);
       let candidate = now.candidate && RULES.advance(this.rule, eta, now.candidate);
       if (this.update + 1 === RULES.checkpoint) candidate = RULES.forget(control, this.lost);
@@ -239,7 +241,7 @@
 
     show() {
       const eta = rate(this.eta), x0 = rate(this.x0), now = this.rows[this.update], resumed = this.update >= RULES.checkpoint;
-      this.root.querySelector("[data-do=step]").disabled = eta === null;
+      this.root.querySelector("[data-do=step]").disabled = eta === null || (!this.update && x0 === null);
       this.root.querySelector("[data-do=reset]").disabled = x0 === null;
       for (const part of this.parts) part.disabled = resumed;
       const note = noteOn({ eta, x0, lastEta: now.eta, began: this.rows[0].control.x, moving: this.update > 0 });
