@@ -2,7 +2,8 @@
 
 import attacks.archives
 import attacks.directories
-import attacks.pickles  # noqa: F401
+import attacks.pickles
+import attacks.weights  # noqa: F401
 from attacks.catalogue import markdown
 
 print(markdown(), end="")

@@ -54,6 +54,6 @@ def edit_metadata(folder: Path) -> Iterator[Any]:
 def markdown() -> str:
     """Returns the table of all attacks."""
     lines = ["| attack | elsewhere | stopped here by | finding |", "|---|---|---|---|"]
-    for one in sorted(ATTACKS, key=lambda one: ("pickles", "archives", "directories").index(one.kind)):
+    for one in sorted(ATTACKS, key=lambda one: ("pickles", "archives", "directories", "weights").index(one.kind)):
         lines.append(f"| {one.name} | {one.elsewhere} | {one.stopped_by} | {', '.join(one.codes)} |")
     return "\n".join(lines) + "\n"

@@ -13,6 +13,10 @@ from pictures import PICTURES  # noqa: E402
 from samerun.catalog import load_catalog  # noqa: E402
 from samerun.manifest.schema import schema_text  # noqa: E402
 
+sys.path.insert(0, str(TOP / "scripts"))
+
+import failure_coverage  # noqa: E402
+
 
 def findings_page() -> str:
     """Returns docs/findings.md: every finding, grouped by family."""
@@ -37,6 +41,7 @@ def findings_page() -> str:
 
 PAGES = {
     TOP / "docs" / "findings.md": findings_page,
+    failure_coverage.PAGE: lambda: failure_coverage.page()[0],
     TOP / "docs" / "schema" / "manifest-1.json": schema_text,
     **{TOP / "docs" / "pictures" / name: draw for name, draw in PICTURES.items()},
 }

@@ -35,7 +35,8 @@ class Problem:
     """One finding: a stable code, where it is, the two values that disagree, and what to do.
 
     `where` names the place with the keys `tensor`, `file`, `rank`, `key`, `line`, `stage`, `update` as they apply.
-    `expected` and `found` are the two values that disagree, when there are two.
+    `expected` and `found` are the two values that disagree, when there are two. `follows_from` is the code of another
+    finding that explains this one: what is lost with a missing file, for instance.
     """
 
     code: str
@@ -45,6 +46,7 @@ class Problem:
     hint: str = ""
     expected: Any = None
     found: Any = None
+    follows_from: str | None = None
 
     def __post_init__(self) -> None:
         if not self.code.startswith("SR-") or self.code != self.code.upper():
@@ -62,6 +64,8 @@ class Problem:
         if self.expected is not None or self.found is not None:
             body["expected"] = self.expected
             body["found"] = self.found
+        if self.follows_from is not None:
+            body["follows_from"] = self.follows_from
         return body
 
     def __str__(self) -> str:

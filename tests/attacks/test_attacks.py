@@ -17,7 +17,7 @@ from support.dcp import job_state, save
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-for _name in ("pickles", "archives", "directories"):
+for _name in ("pickles", "archives", "directories", "weights"):
     importlib.import_module(f"attacks.{_name}")
 from attacks.catalogue import ATTACKS, markdown  # noqa: E402
 

@@ -13,7 +13,7 @@ from samerun.cli.run import HEARTBEAT_SECONDS, TerminalProgress
 from samerun.core.tolerance import band_from_controls, bands_to_json
 from samerun.errors import Problem
 from samerun.verify.judge import Sealed, judge
-from samerun.verify.stage import STAGES, StageResult
+from samerun.verify.stage import StageResult, stages_of
 
 BATCH = {"global_batch": 32, "option": "ragged", "passes": 6, "invariant": "samples-per-update"}
 SEALED = Sealed(digest="sha256:1", label="continuation", layout={"dp_shard": 3}, batch=BATCH)
@@ -60,7 +60,7 @@ def test_a_run_can_be_followed(terminal: bool, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_verdicts_end_with_the_decision(capsys: pytest.CaptureFixture[str]) -> None:
-    clean = {name: StageResult(stage=name, status="pass") for name in STAGES[:-1]}
+    clean = {name: StageResult(stage=name, status="pass") for name in stages_of(converts=False)[:-1]}
     print_verdict(judge(SEALED, clean).to_json(), Path("move.run"))
     assert "PROMOTE  continuation on dp_shard=3, 32 samples per update (ragged, 6 passes)" in capsys.readouterr().out
     failed = {

@@ -21,6 +21,7 @@ from support.runs import unpack_run
 
 TOP = Path(__file__).parents[2]
 CHECKPOINT = TOP / "tests" / "golden" / "docs" / "step-400"
+ZERO = TOP / "tests" / "golden" / "deepspeed" / "z2_align_rr" / "global_step3"
 PAGES = [TOP / "README.md", *sorted((TOP / "docs").rglob("*.md"))]
 BLOCKS = [block for page in PAGES for block in read_blocks(page)]
 MOST_SKIPPED = 10
@@ -35,9 +36,10 @@ def of_kind(kind: str) -> list[Any]:
 
 @pytest.fixture(scope="session")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What pages take for granted: a checkpoint, and the run directory of a finished move."""
+    """What pages take for granted: a checkpoint, one of DeepSpeed, and the run directory of a finished move."""
     top = tmp_path_factory.mktemp("material")
     shutil.copytree(CHECKPOINT, top / "ckpt" / "step-400")
+    shutil.copytree(ZERO, top / "ds" / ZERO.name)
     unpack_run("promote", top)
     for name in ("move", "run"):
         shutil.copytree(top / "promote", top / name)

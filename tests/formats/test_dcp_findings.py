@@ -159,7 +159,7 @@ def lose_object_place(found: Metadata) -> None:
 
 
 def transform(found: Metadata) -> None:
-    item(found, WEIGHT, 1).transform_descriptors = ("stream.zstd/1",)
+    item(found, WEIGHT, 1).transform_descriptors = ("stream.cipher/1",)
 
 
 def change_type(found: Metadata) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from itertools import combinations, permutations
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samerun.formats.detect import open_checkpoint
 from samerun.formats.statedict.order import Candidate, Position, match_order, match_shapes
 from samerun.formats.statedict.registration import match_registration
 
@@ -183,3 +187,27 @@ def test_shapes_overrule_convention(order: tuple[str, ...]):
 def test_a_model_that_fits_in_no_order_is_not_named():
     candidates = [Candidate("a.weight", (2,)), Candidate("b.weight", (3,))]
     assert match_registration(candidates, [[Position("0", (5,))]]) is None
+
+
+def test_what_only_convention_names_is_marked(tmp_path: Path):
+    """A model whose order of registration is unusual: positions of equal shape may be misnamed, never unmarked."""
+    from safetensors.torch import save_file
+
+    order = ["head.weight", "norm.weight", "query.weight", "odd.weight", "key.weight", "embed.weight"]
+    shapes = {"norm.weight": (8,), "embed.weight": (13, 8)}
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(shapes.get(name, (8, 8))) for name in order}
+    parameters = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
+    optimizer = torch.optim.AdamW(list(parameters.values()))
+    for parameter in parameters.values():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    save_file(tensors, tmp_path / "model.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 1, "epoch": 0.5}')
+    checkpoint = open_checkpoint(tmp_path)
+    for name, parameter in parameters.items():
+        entry = checkpoint.state.tensors[f"optim.exp_avg:{name}"]
+        right = np.array_equal(checkpoint.read(f"optim.exp_avg:{name}"), optimizer.state[parameter]["exp_avg"].numpy())
+        assert right or entry.name_inferred, name
+    assert not checkpoint.state.tensors["optim.exp_avg:embed.weight"].name_inferred

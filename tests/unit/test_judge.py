@@ -8,7 +8,7 @@ import pytest
 
 from samerun.errors import Problem, Severity
 from samerun.verify.judge import RULES, Sealed, Verdict, judge, rule_of
-from samerun.verify.stage import STAGES, StageResult
+from samerun.verify.stage import CONVERT, StageResult, stages_of
 
 SEALED = Sealed(digest="sha256:1", label="continuation", layout={"dp_shard": 3}, batch={"global_batch": 32})
 WORST = {"loss": {"used": 0.2, "deviation": 2e-7, "limit": 1e-6, "update": 14}}
@@ -16,7 +16,8 @@ MEASURED = {"06-window": {"worst": WORST, "audit": {"bound": 0}, "bound": 0}}
 
 
 def clean() -> dict[str, StageResult]:
-    return {name: StageResult(stage=name, status="pass", measured=MEASURED.get(name, {})) for name in STAGES[:-1]}
+    stages = stages_of(converts=False)[:-1]
+    return {name: StageResult(stage=name, status="pass", measured=MEASURED.get(name, {})) for name in stages}
 
 
 def decide(stage: str, *problems: Problem) -> Verdict:
@@ -130,8 +131,22 @@ def test_every_finding_has_its_criterion(stage: str, code: str, rule: str) -> No
 
 
 def test_no_criterion_is_left_out_of_a_verdict() -> None:
-    names = [item.name for item in judge(SEALED, clean()).criteria]
-    assert sorted(name for name in names if "." not in name) == sorted(rule.name for rule in RULES)
+    direct = [item.name for item in judge(SEALED, clean()).criteria]
+    assert sorted(name for name in direct if "." not in name) == sorted({rule.name for rule in RULES} - {"conversion"})
+    converted = [item.name for item in judge(SEALED, clean(), converts=True).criteria]
+    assert sorted(name for name in converted if "." not in name) == sorted(rule.name for rule in RULES)
+
+
+def test_a_conversion_that_is_declared_must_have_passed() -> None:
+    verdict = judge(SEALED, clean(), converts=True)
+    assert (verdict.decision, verdict.reasons[0].where["stage"]) == ("abstain", CONVERT)
+    passed = clean() | {CONVERT: StageResult(stage=CONVERT, status="pass")}
+    assert judge(SEALED, passed, converts=True).decision == "promote"
+    differs = Problem("SR-CONVERT-DIFFERS", "x", where={"tensor": "param:w"})
+    failed = passed | {CONVERT: StageResult(stage=CONVERT, status="fail", problems=(differs,))}
+    rejected = judge(SEALED, failed, converts=True)
+    assert rejected.decision == "reject"
+    assert [item.name for item in rejected.criteria if item.passed is False] == ["conversion"]
 
 
 def test_a_result_survives_its_file() -> None:

@@ -21,6 +21,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "digest": ("digest", "Layout-independent digest of every tensor."),
     "diff": ("diff", "Compare two checkpoints as logical state."),
     "batch": ("batch", "Every honest way to deal a global batch to N replicas."),
+    "convert": ("convert", "Reshard or convert a checkpoint; proved equal."),
     "memory": ("memory", "Memory per destination rank, and on the host."),
     "draft": ("draft", "Write a migration manifest from a checkpoint."),
     "plan": ("plan", "Turn a manifest into a plan; list open decisions."),

@@ -48,6 +48,7 @@ def command(
     samerun draft ckpt/step-12 --to dp=10 --from dp_shard=16 --schema -o move.yaml
     """
     from samerun.cli.memory import parse_layout
+    from samerun.formats.base import Rigid
     from samerun.formats.detect import open_checkpoint
     from samerun.manifest.draft import draft_manifest
     from samerun.manifest.read import parse_document
@@ -64,6 +65,7 @@ def command(
         checkpoint=_relative(checkpoint.path, output),
         name=name or checkpoint.path.resolve().name,
         source=told,
+        refused=checkpoint.check_destination(destination) if isinstance(checkpoint, Rigid) else (),
         schema=f"./{SCHEMA_NAME}" if schema else None,
     )
     if output is None:

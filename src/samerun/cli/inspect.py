@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from samerun.errors import Problem, UsageError
+from samerun.errors import Problem, Severity, UsageError
 
 if TYPE_CHECKING:
     from samerun.core.mesh import Layout
     from samerun.core.state import LogicalState
+    from samerun.verify.against import Against
     from samerun.verify.structure import InspectReport
 
 _ALIKE_SHOWN = 3
@@ -21,11 +22,20 @@ _ALIKE_SHOWN = 3
 @click.command(name="inspect")
 @click.argument("path")
 @click.option("--deep", is_flag=True, help="Read every byte: checksums, finiteness, moments, replicas.")
+@click.option("--against", metavar="PREVIOUS", help="An earlier checkpoint of the run: say what did not move since.")
 @click.option("--to", "to", metavar="LAYOUT", help="Say what this layout would do to it, e.g. dp_shard=3.")
 @click.option("--format", "format_name", metavar="F", help="Read it as this format instead of looking.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
-def command(ctx: click.Context, path: str, deep: bool, to: str | None, format_name: str | None, as_json: bool) -> None:
+def command(
+    ctx: click.Context,
+    path: str,
+    deep: bool,
+    against: str | None,
+    to: str | None,
+    format_name: str | None,
+    as_json: bool,
+) -> None:
     """Say what the checkpoint at PATH holds, whether it is complete, and whether a run can resume from it.
 
     No GPU, no process group and no torch are needed, and nothing that the checkpoint contains is executed.
@@ -33,6 +43,7 @@ def command(ctx: click.Context, path: str, deep: bool, to: str | None, format_na
     \b
     samerun inspect ckpt/step-1200
     samerun inspect ckpt/step-1200 --deep --to dp_shard=10 --json
+    samerun inspect ckpt/step-1200 --against ckpt/step-1100
     """
     from samerun.cli.output import emit_json, exit_code
     from samerun.cli.progress import bytes_progress
@@ -40,11 +51,12 @@ def command(ctx: click.Context, path: str, deep: bool, to: str | None, format_na
     from samerun.verify.structure import inspect_checkpoint
 
     checkpoint = open_checkpoint(path, format_name)
+    previous = open_checkpoint(against) if against is not None else None
     destination = _parse_layout(to, checkpoint.state) if to is not None else None
     total = sum(entry.num_bytes for entry in checkpoint.state.tensors.values()) if deep else 0
     with bytes_progress("checking", total) as progress:
         advance = partial(progress, "checksums") if progress else None
-        report = inspect_checkpoint(checkpoint, deep=deep, destination=destination, advance=advance)
+        report = inspect_checkpoint(checkpoint, deep=deep, destination=destination, previous=previous, advance=advance)
     if as_json:
         emit_json("inspect", report.to_json())
     else:
@@ -102,6 +114,8 @@ def _facts(report: InspectReport, *, deep: bool) -> Iterator[tuple[str, str]]:
     yield "resumable", f"{_verdict(resumable.verdict)}  has {', '.join(resumable.have) or 'nothing'}{lack}"
     if report.destination is not None:
         yield "at", _destination(report)
+    if report.against is not None:
+        yield "against", _against(report.against)
 
 
 def _verdict(text: str) -> str:
@@ -143,6 +157,16 @@ def _intact(intact: bool | None, *, deep: bool) -> str:
     return "undecided  every checksum agrees, see the note below" if deep else "not checked  (--deep reads every byte)"
 
 
+def _against(against: Against) -> str:
+    how = {"digest": "by digest, every byte read", "crc32": "by recorded CRC-32, not read", "read": "small, read"}
+    before, now = (f"update {update:,}" if update is not None else "an unknown update" for update in against.update)
+    told = ", ".join(f"{count:,} {how.get(name, 'not compared')}" for name, count in against.by.items())
+    return (
+        f"{against.path}: from {before} to {now}; {against.moved:,} tensors moved, {len(against.unchanged):,} should "
+        f"have and did not, {len(against.still):,} need not have ({told})"
+    )
+
+
 def _destination(report: InspectReport) -> str:
     destination = report.destination
     if destination is None:
@@ -177,14 +201,26 @@ def _size(num_bytes: float) -> str:
 
 
 def condense(problems: Iterable[Problem]) -> list[Problem]:
-    """Keeps the first few findings of each code; the last one kept says how many more there are."""
+    """Keeps the first few findings of each code, and says in one line each how many more there are and what follows."""
     alike: dict[str, list[Problem]] = {}
+    consequences: dict[str, dict[str, int]] = {}
     for problem in problems:
-        alike.setdefault(problem.code, []).append(problem)
+        if problem.follows_from:
+            counts = consequences.setdefault(problem.follows_from, {})
+            counts[problem.code] = counts.get(problem.code, 0) + 1
+        else:
+            alike.setdefault(problem.code, []).append(problem)
     kept: list[Problem] = []
     for code, found in alike.items():
         kept += found[:_ALIKE_SHOWN]
         if len(found) > _ALIKE_SHOWN:
             more = len(found) - _ALIKE_SHOWN
             kept.append(Problem(code, f"and {more} more of these (--json lists all)", severity=found[-1].severity))
+        if code in consequences:
+            kept.append(_consequences(code, consequences[code]))
     return kept
+
+
+def _consequences(code: str, counts: dict[str, int]) -> Problem:
+    shown = ", ".join(f"{name} ({count})" if count > 1 else name for name, count in counts.items())
+    return Problem(code, f"these follow from it: {shown} (--json lists all)", severity=Severity.NOTE)

@@ -104,6 +104,7 @@ class TensorEntry:
     `shape` is global, in elements. `original` is the name as the checkpoint has it. `aliases` are other FQNs that
     share this tensor's values (tied weights). `role_inferred` is set where the format does not say whether a model
     tensor is a parameter or a buffer and the reader had to conclude it; a job that has the model knows better.
+    `name_inferred` is set for optimizer state kept by position whose name is the likeliest of several that fit.
     """
 
     key: TensorKey
@@ -113,6 +114,7 @@ class TensorEntry:
     original: str
     aliases: tuple[str, ...] = ()
     role_inferred: bool = False
+    name_inferred: bool = False
 
     @property
     def num_elements(self) -> int:

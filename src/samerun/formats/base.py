@@ -27,7 +27,7 @@ class Extent:
     """Where the bytes of one piece lie. `strides` are in elements, `offset_bytes` counts from the file's start.
 
     `crc32` is the checksum that the file itself records for the storage which holds the piece, with that storage's
-    place, where there is one.
+    place, where there is one. `divisor` is what the stored values must be divided by to be the tensor's.
     """
 
     file: Path
@@ -39,6 +39,7 @@ class Extent:
     storage_offset_bytes: int = 0
     storage_bytes: int = 0
     crc32: int | None = None
+    divisor: float = 1.0
 
     @property
     def num_bytes(self) -> int:
@@ -104,6 +105,14 @@ class PayloadCheck:
     total: int
     intact: bool | None
     problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WriteSource:
+    """What a writer is given: the state to be written, and the values of small tensors that belong into pickles."""
+
+    state: LogicalState
+    scalar: Callable[[str], Array]  # reads a whole small tensor by key (step counters and the like), at most 64 KiB
 
 
 @runtime_checkable

@@ -60,6 +60,7 @@ class Placement:
             offset_bytes=whole.offset_bytes + int(self.start[piece]) * whole.dtype.num_bytes,
             shape=tuple(self.tiling.sizes[piece].tolist()),
             strides=tuple(self.strides[piece].tolist()),
+            divisor=self.divisors[piece] if self.divisors else 1.0,
         )
 
     def view(self, piece: int, files: MappedFiles) -> Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from samerun.core.dtype import parse_dtype
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role, Topology
 from samerun.core.tolerance import precision_floor
+from samerun.errors import Problem, Severity
 from samerun.manifest.models import METRICS, PLACEHOLDERS, Declare
 
 FACTOR = 10
@@ -98,6 +99,7 @@ def draft_manifest(
     checkpoint: str,
     name: str,
     source: Layout | None = None,
+    refused: Sequence[Problem] = (),
     schema: str | None = None,
 ) -> str:
     """Returns the text of a manifest for moving `state` to `destination`, with every open question in it.
@@ -109,6 +111,7 @@ def draft_manifest(
         name: a name for the migration.
         source: the layout that wrote the checkpoint, if the user says so; else the checkpoint's own record counts, and
             what was only concluded from its files becomes part of the question.
+        refused: why the format's own framework would not load the checkpoint on the destination as it is.
         schema: path of the JSON schema beside the manifest, for editors; None leaves the line out.
     """
     facts = _Facts(state, source or (state.topology.layout if _is_recorded(state.topology) else None), destination)
@@ -130,6 +133,8 @@ def draft_manifest(
     _put_tolerances(draft, facts)
     _put_window(draft, facts)
     _put_launch(draft)
+    _put_convert(draft, refused)
+    draft.lines += ["", "watch: []  # further paths that a disposable job may not change"]
     return "\n".join(draft.lines) + "\n"
 
 
@@ -377,4 +382,16 @@ def _put_launch(draft: _Draft) -> None:
     draft.put("directory", ".", "where it runs, relative to this file")
     draft.put("environment", {})
     draft.put("timeout_seconds", 3600)
-    draft.lines += ["", "watch: []  # further paths that a disposable job may not change"]
+
+
+def _put_convert(draft: _Draft, refused: Sequence[Problem]) -> None:
+    blocking = [problem for problem in refused if problem.severity is not Severity.NOTE]
+    draft.lines.append("")
+    if not blocking:
+        draft.put("convert", None, "{to: dcp}, say, rewrites the checkpoint first; null loads it as it is", indent=0)
+        return
+    why = "; ".join(dict.fromkeys(problem.message for problem in blocking))
+    question = (
+        f"its own framework does not load it there ({why}). Into which format first? For example {{to: universal}}"
+    )
+    draft.put("convert", Ask(question), indent=0)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag, field_validator
 
+from samerun.core.dtype import parse_dtype
 from samerun.core.mesh import Layout
 from samerun.core.size import parse_size
 
@@ -32,6 +33,7 @@ Format = Literal[
     "lightning",
     "safetensors",
 ]
+Destined = Literal["dcp", "torch", "safetensors", "universal", "zero", "megatron", "huggingface"]
 Precision = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 Invariant = Literal["samples-per-update", "valid-tokens-per-update", "schedule-position"]
 OptionKind = Literal["uniform", "ragged", "fewer-replicas", "changed-batch"]
@@ -269,6 +271,24 @@ class Launch(Section):
     )
 
 
+class Convert(Section):
+    """How the checkpoint is rewritten before the destination loads it, where its own format cannot be loaded there."""
+
+    to: Destined = Field(description="Format to write, as `samerun convert --to` takes it.")
+    map: str | None = Field(
+        None, description="Name map: a file, relative to the manifest, or the name of a shipped one."
+    )
+    dtype: dict[str, str] = Field(default_factory=dict[str, str], description="Element types by role, to be changed.")
+    allow: tuple[str, ...] = Field((), description="Codes of blocking findings that are accepted, each a decision.")
+
+    @field_validator("dtype")
+    @classmethod
+    def _known(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value.values():
+            parse_dtype(name)
+        return value
+
+
 class Manifest(Section):
     """One migration, completely decided."""
 
@@ -284,6 +304,9 @@ class Manifest(Section):
     tolerances: Tolerances
     window: Window
     launch: Launch
+    convert: Convert | None = Field(
+        None, description="Rewrites the checkpoint for the destination first; null loads it as it is."
+    )
     watch: tuple[str, ...] = Field((), description="Further paths that a disposable job may not change.")
 
     @classmethod
@@ -297,7 +320,8 @@ class Manifest(Section):
 
     def to_data(self) -> dict[str, Any]:
         """Returns the content as plain data, every default written out. The inverse of `from_data`."""
-        return self.model_dump(mode="json", by_alias=True)
+        data = self.model_dump(mode="json", by_alias=True)
+        return data if data["convert"] is not None else {name: item for name, item in data.items() if name != "convert"}
 
     def sha256(self) -> str:
         """Returns `sha256:...` of the content; comments, order and spelled-out defaults make no difference."""

@@ -15,15 +15,25 @@ from samerun.plan.migration import MigrationPlan
 from samerun.report.files import Gap, RunFiles
 from samerun.trace import StateLine, read_trace
 from samerun.verify.observed import Observed, observe
-from samerun.verify.stage import STAGES, StageResult, problem_from_json
+from samerun.verify.stage import (
+    CONTROL,
+    CONVERT,
+    EVAL,
+    LOAD,
+    STAGES,
+    UPDATE,
+    WINDOW,
+    StageResult,
+    problem_from_json,
+    stages_of,
+)
 
 Status = Literal["pass", "fail", "skipped", "absent"]
-
-CONTROL, LOAD, EVAL, UPDATE, WINDOW = STAGES[1:6]
 
 _TITLES = (
     ("Inspect", "Is the checkpoint whole, counted in values, and can it resume at all?"),
     ("Control", "What does the run do on its own layout, and how much does it vary by itself?"),
+    ("Convert", "Does the converted checkpoint hold, tensor by tensor, what the source holds?"),
     ("Load", "Does the destination hold, tensor by tensor, what the checkpoint holds?"),
     ("Evaluate", "Do fixed examples give the same losses and logits, and does evaluating change nothing?"),
     ("First update", "Is the first update after the move the one that the control makes?"),
@@ -161,13 +171,18 @@ def read_run(root: Path) -> ReportModel:
         plan=_read_plan(files, seals),
         bands=bands,
         noise=noise,
-        stages=tuple(_stage(name, results, listed) for name in STAGES),
+        stages=tuple(_stage(name, results, listed) for name in _stages(manifest, results)),
         controls=controls,
         candidates=_read_candidates(files, results),
         verdict=_read_verdict(files),
         gaps=tuple(files.gaps),
         files=listed,
     )
+
+
+def _stages(manifest: Manifest | None, results: Mapping[str, StageResult]) -> tuple[str, ...]:
+    wanted = manifest is not None and manifest.convert is not None
+    return stages_of(converts=wanted or CONVERT in results)
 
 
 def _require_run(root: Path) -> None:

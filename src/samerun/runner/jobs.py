@@ -34,7 +34,7 @@ def launch(work: Work, folder: Path, stage: str, job: JobPlan, *, template: str,
     """Starts one disposable job in `folder` and checks everything about it that does not need a control."""
     manifest = work.manifest
     folder.mkdir(parents=True, exist_ok=True)
-    command = fill_command(template, placeholders(work, job))
+    command = fill_command(template, placeholders(work, stage, job))
     token = new_token()
     recorder = {
         "SAMERUN_STAGE": job.stage,
@@ -50,13 +50,14 @@ def launch(work: Work, folder: Path, stage: str, job: JobPlan, *, template: str,
         timeout_seconds=manifest.launch.timeout_seconds,
         token=token,
     )
-    before = fingerprint_watched(work.watched)
+    watched = work.watched(stage)
+    before = fingerprint_watched(watched)
     work.directory.write_state(job={"stage": stage, "token": token})
     work.progress.job_begins(title, started.shell_line(), manifest.launch.timeout_seconds)
     outcome = run_job(started, work.progress)
     status = "timed out" if outcome.timed_out else describe_status(outcome.returncode)
     work.progress.job_ends(outcome.seconds, status)
-    problems = check_untouched(before, fingerprint_watched(work.watched), job.stage)
+    problems = check_untouched(before, fingerprint_watched(watched), job.stage)
     observed = read_observed(folder / "trace")
     problems += _check_recorded(observed, job, outcome, manifest)
     entry = {
@@ -95,12 +96,12 @@ def _check_recorded(observed: Observed | None, job: JobPlan, outcome: Outcome, m
     return [*planned, *ended, *records]
 
 
-def placeholders(work: Work, job: JobPlan) -> dict[str, object]:
+def placeholders(work: Work, stage: str, job: JobPlan) -> dict[str, object]:
     """Returns the value of every placeholder of a launch command, for one job."""
     axes = job.layout.to_dict()
     return {
         "python": sys.executable,
-        "checkpoint": work.checkpoint,
+        "checkpoint": work.resumed_from(stage),
         "world_size": job.world_size,
         "layout": job.layout,
         **{axis: axes[axis] for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")},

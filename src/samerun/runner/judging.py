@@ -19,13 +19,13 @@ from samerun.runner.evidence import control_traces, hash_folder, read_observed
 from samerun.runner.progress import Silent
 from samerun.runner.rundir import RunDirectory
 from samerun.runner.stages import assess_candidate
-from samerun.runner.work import CONTROL, JUDGE, LOAD, RECORDER_STAGE, WINDOW, Clock, Work
+from samerun.runner.work import RECORDER_STAGE, Clock, Work
 from samerun.verify.job import check_job
 from samerun.verify.judge import Sealed, Verdict, judge
 from samerun.verify.observed import Observed
-from samerun.verify.stage import STAGES, StageResult
+from samerun.verify.stage import CONTROL, CONVERT, EVAL, INSPECT, JUDGE, LOAD, UPDATE, WINDOW, StageResult
 
-CANDIDATES = STAGES[2:6]
+CANDIDATES = (LOAD, EVAL, UPDATE, WINDOW)
 
 OWED = {
     "intentional-change": "a run to the end of training, compared with one that was not changed: a window is too short",
@@ -53,7 +53,11 @@ def judge_run(directory: RunDirectory) -> Verdict:
         further = _check_controls(work, record)
         results = {stage: _again(work, record, result) for stage, result in results.items()}
     verdict = judge(
-        _sealed(manifest, record), results, further=further, record=_record(directory, manifest, record, results)
+        _sealed(manifest, record),
+        results,
+        converts=manifest.convert is not None,
+        further=further,
+        record=_record(directory, manifest, record, results),
     )
     directory.begin_stage(JUDGE)
     status = {"promote": "pass", "reject": "fail", "abstain": "fail"}[verdict.decision]
@@ -143,7 +147,7 @@ def _record(
     """Returns what else a reader of the verdict wants to know. None of it decides anything."""
     state = directory.read_state()
     control, load, window = (results.get(stage) for stage in (CONTROL, LOAD, WINDOW))
-    inspected = results.get(STAGES[0])
+    inspected = results.get(INSPECT)
     return {
         "samerun": __version__,
         "owed": OWED.get(manifest.transition.label),
@@ -152,6 +156,7 @@ def _record(
             "fingerprint": inspected.measured.get("fingerprint") if inspected else None,
             "counts": inspected.measured.get("counts") if inspected else None,
         },
+        "conversion": dict(results[CONVERT].measured) if CONVERT in results else None,
         "state": {
             "source": control.measured.get("state") if control else None,
             "destination": load.measured.get("state") if load else None,

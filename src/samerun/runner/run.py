@@ -22,10 +22,10 @@ from samerun.runner.judging import judge_run
 from samerun.runner.launch import interruptible, stop_processes
 from samerun.runner.progress import Progress, Silent
 from samerun.runner.rundir import RunDirectory
-from samerun.runner.stages import run_candidate, run_control, run_inspect
-from samerun.runner.work import CONTROL, INSPECT, JUDGE, Work, read_digests
+from samerun.runner.stages import run_candidate, run_control, run_convert, run_inspect
+from samerun.runner.work import Work, read_digests
 from samerun.verify.judge import Verdict
-from samerun.verify.stage import STAGES, StageResult
+from samerun.verify.stage import CONTROL, CONVERT, INSPECT, JUDGE, STAGES, StageResult
 
 KEEPS_CONTROLS = ("manifest.tolerances.", "manifest.transition.reason")
 """Changes under which the controls that were run still say what they said."""
@@ -177,7 +177,7 @@ def _run_stages(work: Work, record: SealRecord | None, last: str | None, reason:
     """Runs what is not done. Returns `last` if it was reached and passed, else None."""
     plan: MigrationPlan | None = None
     bands: Sequence[Band] = ()
-    for stage in STAGES[:-1]:
+    for stage in work.stages[:-1]:
         if stage != INSPECT and plan is None:
             plan = _plan(work, record)
         result = work.directory.read_result(stage)
@@ -202,6 +202,8 @@ def _run_stage(work: Work, plan: MigrationPlan | None, bands: Sequence[Band], st
         raise ValueError(f"stage {stage} needs a plan")
     elif stage == CONTROL:
         result = run_control(work, plan)
+    elif stage == CONVERT:
+        result = run_convert(work, plan)
     else:
         result = run_candidate(work, plan, bands, stage)
     work.directory.write_result(result)

@@ -9,7 +9,7 @@ from typing import Any
 
 from samerun.core.dtype import parse_dtype
 from samerun.core.tolerance import Band
-from samerun.errors import FormatError, Problem, Severity, UsageError, has_errors
+from samerun.errors import FormatError, Problem, SamerunError, Severity, UsageError, has_errors
 from samerun.manifest.models import Manifest
 from samerun.plan.migration import MigrationPlan
 from samerun.runner.assess import (
@@ -34,17 +34,11 @@ from samerun.runner.evidence import (
     resolve_bands,
     run_folders,
 )
-from samerun.runner.guarded import check_source, write_fingerprint
+from samerun.runner.guarded import check_source, read_fingerprint, write_fingerprint
 from samerun.runner.jobs import check_scripts, cost, expected_seconds, launch
 from samerun.runner.work import (
-    CONTROL,
-    EVAL,
     FINGERPRINT,
-    INSPECT,
-    LOAD,
     RECORDER_STAGE,
-    UPDATE,
-    WINDOW,
     Clock,
     Work,
     check_state,
@@ -56,7 +50,7 @@ from samerun.stores.local import fingerprint_tree
 from samerun.verify.bands import check_controls
 from samerun.verify.job import JobPlan, check_job
 from samerun.verify.observed import Observed
-from samerun.verify.stage import StageResult
+from samerun.verify.stage import CONTROL, CONVERT, EVAL, INSPECT, LOAD, UPDATE, WINDOW, StageResult
 
 
 def run_inspect(work: Work) -> StageResult:
@@ -78,7 +72,10 @@ def run_inspect(work: Work) -> StageResult:
     except FormatError as error:
         return clock.result(INSPECT, error.problems, {"fingerprint": tree.digest})
     try:
-        report = inspect_checkpoint(checkpoint, deep=True, destination=work.manifest.destination.layout.to_layout())
+        # A checkpoint that is converted need not load on the destination as it is.
+        direct = work.manifest.convert is None
+        destination = work.manifest.destination.layout.to_layout() if direct else None
+        report = inspect_checkpoint(checkpoint, deep=True, destination=destination)
     finally:
         checkpoint.close()
     body = report.to_json()
@@ -139,7 +136,7 @@ def run_control(work: Work, plan: MigrationPlan) -> StageResult:
             problems += [
                 about_control(problem, name) for problem in check_resumed_at(ran.observed, plan.first_update, "control")
             ]
-            problems += [at_control(problem, name) for problem in check_state(work, ran.observed)]
+            problems += [at_control(problem, name) for problem in check_state(work, CONTROL, ran.observed)]
     measured: dict[str, Any] = {}
     if not has_errors(problems):
         found, measured = _assess_controls(work, plan, stage)
@@ -206,6 +203,42 @@ def _assess_controls(work: Work, plan: MigrationPlan, stage: Path) -> tuple[list
     return problems, measured
 
 
+def run_convert(work: Work, plan: MigrationPlan) -> StageResult:
+    """Writes the checkpoint in the format that the destination loads, reads it back, and proves it equal."""
+    from samerun.convert.convert import carry_out, prepare
+
+    wanted = work.manifest.convert
+    if wanted is None:
+        raise ValueError("this migration converts nothing")
+    place = work.resumed_from(LOAD)
+    read = "the source is only read; the result lies in the run directory"
+    layout = plan.destination.layout
+    work.progress.stage_begins(CONVERT, f"convert to {wanted.to} for {layout} and prove it equal", read)
+    clock = Clock()
+    folder = work.directory.begin_stage(CONVERT)
+    if damage := check_source(work.checkpoint, kept_fingerprint(work), "convert"):
+        return clock.result(CONVERT, damage, {})
+    try:
+        opened = work.open()
+        try:
+            view = opened if wanted.map is None else work.open_for(CONVERT)
+            dtypes = {role: parse_dtype(name) for role, name in wanted.dtype.items()}
+            prepared = prepare(
+                view, place, to=wanted.to, layout=layout, allow=wanted.allow, dtype=dtypes, original=opened
+            )
+            done = carry_out(prepared)
+        finally:
+            opened.close()
+    except SamerunError as error:
+        found = [replace(item, where={"stage": "convert", **item.where}) for item in error.problems]
+        return clock.result(CONVERT, found, {})
+    write_fingerprint(folder / FINGERPRINT, fingerprint_tree(place))
+    body = done.to_json()
+    measured = {name: body[name] for name in ("bytes_read", "bytes_written", "seconds", "state")}
+    places = {"checkpoint": place.name, "proof": done.proof.name, "format": wanted.to}
+    return clock.result(CONVERT, done.problems, measured | places)
+
+
 def run_candidate(work: Work, plan: MigrationPlan, bands: Sequence[Band], stage: str) -> StageResult:
     """Starts one disposable job on the destination's layout and compares what it recorded."""
     manifest, results = work.manifest, work.directory.read_results()
@@ -216,7 +249,11 @@ def run_candidate(work: Work, plan: MigrationPlan, bands: Sequence[Band], stage:
     )
     clock = Clock()
     folder = work.directory.begin_stage(stage)
-    if damage := check_source(work.checkpoint, kept_fingerprint(work), job.stage):
+    damage = check_source(work.checkpoint, kept_fingerprint(work), job.stage)
+    if manifest.convert is not None and not damage:
+        kept = read_fingerprint(work.directory.stage(CONVERT) / FINGERPRINT)
+        damage = check_source(work.resumed_from(stage), kept, job.stage)
+    if damage:
         return clock.result(stage, damage, {})
     title = f"{job.stage}: {job.describe()}"
     ran = launch(work, folder, stage, job, template=manifest.launch.command, updates=updates, title=title)
@@ -283,7 +320,7 @@ def _check_state_once(work: Work, stage: str, observed: Observed) -> list[Proble
         before, now = (item.state("loaded") if item else None for item in (seen, observed))
         if before is not None and now is not None and _comparable(before.body) == _comparable(now.body):
             return []
-    return check_state(work, observed)
+    return check_state(work, stage, observed)
 
 
 def _comparable(body: Mapping[str, Any]) -> dict[str, Any]:

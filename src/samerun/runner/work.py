@@ -11,19 +11,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samerun.errors import Problem, has_errors
-from samerun.manifest.models import Manifest
+from samerun.manifest.models import Convert, Manifest
 from samerun.runner.guarded import read_fingerprint
 from samerun.runner.progress import Progress
 from samerun.runner.rundir import RunDirectory
 from samerun.stores.local import TreeFingerprint
 from samerun.verify.observed import Observed
-from samerun.verify.stage import STAGES, StageResult, Status
+from samerun.verify.stage import (
+    CONTROL,
+    CONVERT,
+    EVAL,
+    INSPECT,
+    LOAD,
+    UPDATE,
+    WINDOW,
+    StageResult,
+    Status,
+    stages_of,
+)
 
 if TYPE_CHECKING:
     from samerun.formats.base import Checkpoint
 
-
-INSPECT, CONTROL, LOAD, EVAL, UPDATE, WINDOW, JUDGE = STAGES
 
 RECORDER_STAGE: Mapping[str, str] = {
     CONTROL: "control",
@@ -54,15 +63,48 @@ class Work:
         return (self.base / self.manifest.run.checkpoint).resolve()
 
     @property
-    def watched(self) -> list[Path]:
-        """Everything that a disposable job may not change."""
-        return [self.checkpoint, *((self.base / path).resolve() for path in self.manifest.watch)]
+    def stages(self) -> tuple[str, ...]:
+        """The stages of this migration, in order."""
+        return stages_of(converts=self.manifest.convert is not None)
+
+    def resumed_from(self, stage: str) -> Path:
+        """Returns the checkpoint that a job of `stage` resumes from: candidates take the converted one, if any."""
+        if self.manifest.convert is None or stage in (INSPECT, CONTROL, CONVERT):
+            return self.checkpoint
+        return self.directory.stage(CONVERT).resolve() / converted_name(self.manifest.convert)
+
+    def watched(self, stage: str) -> list[Path]:
+        """Returns everything that a disposable job of `stage` may not change."""
+        further = ((self.base / path).resolve() for path in self.manifest.watch)
+        return list(dict.fromkeys([self.checkpoint, self.resumed_from(stage), *further]))
 
     def open(self) -> Checkpoint:
         """Opens the checkpoint. Raises FormatError or UsageError as the readers do."""
         from samerun.formats.detect import open_checkpoint
 
         return open_checkpoint(self.checkpoint, self.manifest.run.format)
+
+    def open_for(self, stage: str) -> Checkpoint:
+        """Opens what a job of `stage` must hold: the checkpoint, under the names that the conversion gives it."""
+        opened, convert = self.open(), self.manifest.convert
+        if convert is None or convert.map is None or stage in (INSPECT, CONTROL):
+            return opened
+        from samerun.formats.mapfile import read_name_map
+        from samerun.formats.mapped import MappedCheckpoint
+
+        return MappedCheckpoint(opened, read_name_map(self.map_of(convert.map), opened.state))
+
+    def map_of(self, text: str) -> str:
+        """Returns a name map as the manifest has it, a file's path taken from the manifest's folder."""
+        place, comma, numbers = text.partition(",")
+        prefix = "inverse:" if place.startswith("inverse:") else ""
+        file = self.base / place.removeprefix("inverse:")
+        return f"{prefix}{file}{comma}{numbers}" if file.is_file() else text
+
+
+def converted_name(convert: Convert) -> str:
+    """Returns what the converted checkpoint is called in its stage's folder."""
+    return "checkpoint.pt" if convert.to == "torch" else "checkpoint"
 
 
 class Clock:
@@ -92,14 +134,14 @@ class Clock:
         )
 
 
-def check_state(work: Work, observed: Observed) -> list[Problem]:
+def check_state(work: Work, stage: str, observed: Observed) -> list[Problem]:
     """Compares what a job holds after loading with the checkpoint, tensor by tensor."""
     from samerun.verify.load import check_loaded
 
     state = observed.state("loaded")
     if state is None:
         return []
-    checkpoint = work.open()
+    checkpoint = work.open_for(stage)
     try:
         problems = check_loaded(
             checkpoint,

@@ -8,7 +8,7 @@ import mmap
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from samerun.errors import CorruptCheckpoint, Problem
 SMALL_FILE_BYTES = 1 << 20
 SAMPLE_BYTES = 1 << 16
 _MAX_MAPPED_FILES = 256
+_MAX_LENT_BYTES = 64 << 20
 
 
 def open_regular(path: Path) -> int:
@@ -49,9 +50,29 @@ class MappedFiles:
     def __init__(self, limit: int = _MAX_MAPPED_FILES) -> None:
         self._limit = limit
         self._maps: OrderedDict[Path, mmap.mmap | bytes] = OrderedDict()
+        self._makers: dict[Path, Callable[[], bytes]] = {}
+        self._lent: OrderedDict[Path, bytes] = OrderedDict()
+
+    def lend(self, path: Path, make: Callable[[], bytes]) -> None:
+        """Lets `map` return what `make` returns under a name that is no file's: bytes unpacked from one.
+
+        They are made again when they were given up meanwhile; about 64 MiB are kept, and always the last ones.
+        """
+        self._makers.setdefault(path, make)
+
+    def _made(self, path: Path) -> bytes:
+        found = self._lent.pop(path, None)
+        if found is None:
+            found = self._makers[path]()
+        self._lent[path] = found
+        while len(self._lent) > 1 and sum(map(len, self._lent.values())) > _MAX_LENT_BYTES:
+            self._lent.popitem(last=False)
+        return found
 
     def map(self, path: Path) -> mmap.mmap | bytes:
         """Returns the whole file as a read-only buffer (an empty file as empty bytes)."""
+        if path in self._makers:
+            return self._made(path)
         found = self._maps.get(path)
         if found is not None:
             self._maps.move_to_end(path)
@@ -65,6 +86,8 @@ class MappedFiles:
     def close(self) -> None:
         """Forgets every map; memory is returned once no array views it."""
         self._maps.clear()
+        self._makers.clear()
+        self._lent.clear()
 
 
 def _map_file(path: Path) -> mmap.mmap | bytes:

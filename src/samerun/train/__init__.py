@@ -12,10 +12,16 @@ if TYPE_CHECKING:
     from samerun.train.contribution import ContributionMean
     from samerun.train.recorder import Recorder
     from samerun.train.sampler import ElasticSampler
+    from samerun.train.sidecar import write_digests
 
-__all__ = ["ContributionMean", "ElasticSampler", "Recorder"]
+__all__ = ["ContributionMean", "ElasticSampler", "Recorder", "write_digests"]
 
-_HOME = {"ContributionMean": "contribution", "ElasticSampler": "sampler", "Recorder": "recorder"}
+_HOME = {
+    "ContributionMean": "contribution",
+    "ElasticSampler": "sampler",
+    "Recorder": "recorder",
+    "write_digests": "sidecar",
+}
 
 
 def __getattr__(name: str) -> Any:

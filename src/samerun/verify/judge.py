@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from samerun.errors import Problem, Severity
-from samerun.verify.stage import STAGES, StageResult
+from samerun.verify.stage import CONTROL, CONVERT, EVAL, INSPECT, LOAD, STAGES, UPDATE, WINDOW, StageResult, stages_of
 
 SCHEMA = "samerun/judge/1"
 Decision = Literal["promote", "reject", "abstain"]
@@ -50,12 +50,12 @@ class Rule:
     whole: tuple[str, ...] = ()
 
 
-_LOAD, _EVAL, _UPDATE, _WINDOW = STAGES[2:6]
+_LOAD, _EVAL, _UPDATE, _WINDOW = LOAD, EVAL, UPDATE, WINDOW
 _JOBS = (_LOAD, _EVAL, _UPDATE, _WINDOW)
 _UPDATES = (_UPDATE, _WINDOW)
 
 RULES: tuple[Rule, ...] = (
-    Rule("control", (STAGES[1],), ("SR-CONTROL-",), "can the controls judge anything?"),
+    Rule("control", (CONTROL,), ("SR-CONTROL-",), "can the controls judge anything?"),
     Rule("source-unchanged", _JOBS, ("SR-JOB-WROTE", "SR-FILE-CHANGED"), "is the checkpoint as it was?"),
     Rule("batch", _JOBS, ("SR-JOB-BATCH", "SR-UPD-SAMPLES", "SR-UPD-TOKENS"), "is the batch the planned one?"),
     Rule("finite", (_LOAD, _EVAL, *_UPDATES), ("SR-LOAD-NONFINITE", "SR-EVAL-NONFINITE", "SR-UPD-NONFINITE"),
@@ -80,13 +80,15 @@ RULES: tuple[Rule, ...] = (
          "did every trainable tensor move, and no frozen one?"),
     Rule("boundaries", (_WINDOW,), ("SR-UPD-BOUNDARY",), "were logging and evaluation crossed?"),
     Rule("numerics", _UPDATES, (), "do loss, gradient norm and updates stay in their bands?", whole=_UPDATES),
-    Rule("checkpoint", (STAGES[0],), ("SR-FILE-", "SR-COV-", "SR-RES-"), "is the checkpoint whole and resumable?",
-         whole=(STAGES[0],)),
+    Rule("conversion", (CONVERT,), (), "does the converted checkpoint hold what the source holds?", whole=(CONVERT,)),
+    Rule("checkpoint", (INSPECT,), ("SR-FILE-", "SR-COV-", "SR-RES-"), "is the checkpoint whole and resumable?",
+         whole=(INSPECT,)),
 )  # fmt: skip
 
 _CAUSAL = (
-    "checkpoint", "source-unchanged", "job", "batch", "state-coverage", "state-values", "replicas", "optimizer",
-    "progress", "schedule", "forward", "samples", "finite", "numerics", "movement", "boundaries", "control",
+    "checkpoint", "source-unchanged", "conversion", "job", "batch", "state-coverage", "state-values", "replicas",
+    "optimizer", "progress", "schedule", "forward", "samples", "finite", "numerics", "movement", "boundaries",
+    "control",
 )  # fmt: skip
 """Criteria in causal order: what comes first can cause what comes later."""
 
@@ -166,6 +168,7 @@ def judge(
     sealed: Sealed,
     results: Mapping[str, StageResult],
     *,
+    converts: bool = False,
     further: Sequence[Problem] = (),
     record: Mapping[str, Any] | None = None,
 ) -> Verdict:
@@ -174,12 +177,14 @@ def judge(
     Args:
         sealed: what was declared before any candidate ran.
         results: every stage that was run, by name; `07-judge` is not needed.
+        converts: whether the migration has a conversion, which then must have passed.
         further: findings about the evidence itself, such as a broken seal.
         record: further fields for `verdict.json` (versions, digests, throughput), which decide nothing.
     """
     found = [(stage, problem) for stage in STAGES if stage in results for problem in results[stage].problems]
     found += [("", problem) for problem in further]
-    missing = [] if any(result.status == "fail" for result in results.values()) else _unexamined(results)
+    failed = any(result.status == "fail" for result in results.values())
+    missing = [] if failed else _unexamined(results, stages_of(converts=converts))
     found += [("", problem) for problem in missing]
     blocking = [(stage, problem) for stage, problem in found if problem.severity is Severity.ERROR]
     failing = [(stage, problem) for stage, problem in blocking if not is_missing_evidence(problem.code)]
@@ -190,7 +195,7 @@ def judge(
     return Verdict(
         decision=decision,
         label=sealed.label,
-        criteria=tuple(_criteria(results, blocking)),
+        criteria=tuple(_criteria(results, blocking, converts=converts)),
         reasons=tuple(problem for _, problem in ordered),
         remarks=tuple(rest),
         first_divergence=_divergence(*ordered[0]) if failing else None,
@@ -205,8 +210,8 @@ def is_missing_evidence(code: str) -> bool:
     return code.startswith(MISSING_EVIDENCE)
 
 
-def _unexamined(results: Mapping[str, StageResult]) -> list[Problem]:
-    open_stages = [stage for stage in STAGES[:-1] if stage not in results or not results[stage].passed]
+def _unexamined(results: Mapping[str, StageResult], stages: Sequence[str]) -> list[Problem]:
+    open_stages = [stage for stage in stages[:-1] if stage not in results or not results[stage].passed]
     if not open_stages:
         return []
     return [
@@ -215,7 +220,7 @@ def _unexamined(results: Mapping[str, StageResult]) -> list[Problem]:
             f"{len(open_stages)} stages have not been run: {', '.join(open_stages)}",
             where={"stage": open_stages[0]},
             expected="every stage",
-            found=f"{len(STAGES) - 1 - len(open_stages)} of {len(STAGES) - 1}",
+            found=f"{len(stages) - 1 - len(open_stages)} of {len(stages) - 1}",
             hint="`samerun run` goes on where it stopped",
         )
     ]
@@ -229,13 +234,17 @@ def rule_of(stage: str, code: str) -> str:
     return next((rule.name for rule in RULES if stage in rule.whole), "job")
 
 
-def _criteria(results: Mapping[str, StageResult], blocking: Sequence[tuple[str, Problem]]) -> list[Criterion]:
+def _criteria(
+    results: Mapping[str, StageResult], blocking: Sequence[tuple[str, Problem]], *, converts: bool
+) -> list[Criterion]:
     by_rule: dict[str, list[tuple[str, Problem]]] = {}
     for stage, problem in blocking:
         by_rule.setdefault(rule_of(stage, problem.code), []).append((stage, problem))
     order = {name: place for place, name in enumerate(_CAUSAL)}
     criteria: list[Criterion] = []
     for rule in sorted(RULES, key=lambda rule: order[rule.name]):
+        if rule.stages == (CONVERT,) and not converts:
+            continue
         failures = by_rule.get(rule.name, [])
         examined = all(stage in results and results[stage].status != "skipped" for stage in rule.stages)
         stage = failures[0][0] if failures else _last_of(rule.stages, results)

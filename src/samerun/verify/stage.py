@@ -10,8 +10,16 @@ from samerun.errors import Problem, Severity, has_errors
 
 SCHEMA = "samerun/stage/1"
 
-STAGES = ("01-inspect", "02-control", "03-load", "04-eval", "05-update", "06-window", "07-judge")
-"""Every stage in order, cheapest first. The name is also the stage's folder."""
+STAGES = ("01-inspect", "02-control", "02-convert", "03-load", "04-eval", "05-update", "06-window", "07-judge")
+"""Every stage in order, cheapest first. The name is also the stage's folder. Few migrations have a `02-convert`."""
+
+INSPECT, CONTROL, CONVERT, LOAD, EVAL, UPDATE, WINDOW, JUDGE = STAGES
+
+
+def stages_of(*, converts: bool) -> tuple[str, ...]:
+    """Returns the stages of a migration that converts its checkpoint, or does not."""
+    return tuple(stage for stage in STAGES if converts or stage != CONVERT)
+
 
 Status = Literal["pass", "fail", "skipped"]
 

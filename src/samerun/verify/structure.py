@@ -11,9 +11,12 @@ from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role
 from samerun.errors import FormatError, Problem, Severity
 from samerun.formats.base import Checkpoint, Inspectable, Rigid
+from samerun.verify.against import Against, compare_previous
+from samerun.verify.consequence import explain_consequences
 from samerun.verify.coverage import check_coverage
 from samerun.verify.destination import Destination, check_destination, plan_destination
 from samerun.verify.resume import Resumable, check_resume, judge_resumable
+from samerun.verify.sidecar import SidecarCheck, check_sidecar, read_sidecar
 from samerun.verify.values import check_values
 
 _ITEMS_CHECKED = 4_096
@@ -35,6 +38,7 @@ class InspectReport:
     num_files: int
     destination: Destination | None = None
     digests: Mapping[str, str] | None = None
+    against: Against | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the body of the `samerun/inspect/1` document."""
@@ -71,6 +75,8 @@ class InspectReport:
         }
         if self.destination is not None:
             body["destination"] = self.destination.to_json()
+        if self.against is not None:
+            body["against"] = self.against.to_json()
         return body
 
     def _tensor_json(self, key: str) -> dict[str, Any]:
@@ -87,6 +93,8 @@ class InspectReport:
             body["aliases"] = list(entry.aliases)
         if entry.role_inferred:
             body["role_inferred"] = True
+        if entry.name_inferred:
+            body["name_inferred"] = True
         return body
 
 
@@ -107,12 +115,14 @@ def inspect_checkpoint(
     *,
     deep: bool = False,
     destination: Layout | None = None,
+    previous: Checkpoint | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> InspectReport:
     """Inspects a checkpoint without a framework, a GPU or a process group.
 
     `deep` reads every byte: checksums, finiteness, moments, replicas. `destination` adds what that layout would do to
-    the tensors. `advance` is told the bytes read. Nothing about a checkpoint raises: everything is a finding.
+    the tensors; `previous`, an earlier checkpoint of the run, what did not move since. `advance` is told the bytes
+    read. Nothing about a checkpoint raises: everything is a finding.
     """
     state = checkpoint.state
     problems = [*state.problems, *check_coverage(state)]
@@ -133,12 +143,20 @@ def inspect_checkpoint(
             problems += payloads.problems
         problems += check_values(checkpoint)
         digests = _digests(checkpoint)
+        recorded = _check_sidecar(checkpoint, digests)
+        problems += recorded.problems
+        if recorded.intact is not None and intact is not False:
+            intact = recorded.intact
     planned = plan_destination(state, destination) if destination is not None else None
     if planned is not None:
         problems += check_destination(state, planned)
         problems += checkpoint.check_destination(planned.layout) if isinstance(checkpoint, Rigid) else []
     if any(problem.code in ("SR-FILE-CRC", "SR-PKL-CRC", "SR-FILE-GENERATION") for problem in problems):
         intact = False
+    if intact and any(problem.code == "SR-FILE-GENERATION-OPEN" for problem in problems):
+        problems = [problem for problem in problems if problem.code != "SR-FILE-GENERATION-OPEN"]  # decided after all
+    against = compare_previous(checkpoint, previous, digests=digests) if previous is not None else None
+    problems = explain_consequences([*problems, *(against.problems if against else ())])
     return InspectReport(
         path=str(checkpoint.path),
         state=state,
@@ -149,6 +167,17 @@ def inspect_checkpoint(
         num_files=num_files,
         destination=planned,
         digests=digests,
+        against=against,
+    )
+
+
+def _check_sidecar(checkpoint: Checkpoint, digests: Mapping[str, str]) -> SidecarCheck:
+    """Compares with the digests that the job wrote beside the checkpoint, if it did."""
+    sidecar = read_sidecar(checkpoint.path)
+    if sidecar is None:
+        return SidecarCheck(None)
+    return (
+        SidecarCheck(None, (sidecar,)) if isinstance(sidecar, Problem) else check_sidecar(checkpoint, sidecar, digests)
     )
 
 
@@ -188,7 +217,7 @@ def read_steps(checkpoint: Checkpoint) -> tuple[dict[str, float], dict[str, str]
         entry = checkpoint.state.tensors[key]
         try:
             steps[entry.key.fqn] = float(checkpoint.read(key).astype("float64").reshape(-1)[0])
-            files[entry.key.fqn] = str(checkpoint.locate(key, 0).file)
+            files[entry.key.fqn] = str(checkpoint.locate(key, 0).file).partition("@")[0]  # unpacked items
         except FormatError:
             continue
     return steps, files

@@ -30,7 +30,8 @@ def check_values(checkpoint: Checkpoint, advance: Callable[[int], None] | None =
     for key, entry in checkpoint.state.tensors.items():
         found = _check_tensor(checkpoint, key, entry, advance)
         problems += found.problems(key, entry)
-        if found.all_zero and entry.key.slot in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+        whole = found.seen >= entry.num_elements > 0  # nothing is said of a tensor that is partly missing
+        if found.all_zero and whole and entry.key.slot in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
             silent.append(key)
     problems += _check_silent(checkpoint.state, silent)
     return problems
@@ -42,11 +43,13 @@ class _Found:
     def __init__(self) -> None:
         self.nonfinite = 0
         self.negative = 0
+        self.seen = 0
         self.all_zero = True
         self.replicas: list[int] = []
 
     def look(self, values: Array, *, squared: bool) -> None:
         flat = values.reshape(-1)
+        self.seen += flat.size
         for start in range(0, flat.size, _WINDOW_ELEMENTS):
             window = flat[start : start + _WINDOW_ELEMENTS]
             self.nonfinite += count_nonfinite(window)

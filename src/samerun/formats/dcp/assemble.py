@@ -65,6 +65,7 @@ def _smallest_items(index: Index) -> Ints:
             exact = [min(math.prod(row) * tensor.dtype.num_bytes, _LARGEST) for row in sizes.tolist()]
             counts = np.array(exact, np.int64)
         smallest[tensor.rows[placed]] += counts[placed]
+    smallest[list(index.transforms)] = 1  # what a compressed item takes is known only when it is unpacked
     return smallest
 
 
@@ -76,9 +77,10 @@ def check_places_given(index: Index, items: Items) -> list[Problem]:
         if bool(lost.any()):
             problems.append(no_place(tensor.name))
     problems += [no_place(item.name) for item in index.objects if not item.rows]
-    for row, names in list(index.transforms.items())[:1]:
+    packed = [(row, names) for row, names in index.transforms.items() if not items.unpacks(row)]
+    for row, names in packed[:1]:
         file = items.files[int(index.places.file[row])]
-        problems.append(transformed(file.path, f"{len(index.transforms)} items", names))
+        problems.append(transformed(file.path, f"{len(packed)} items", names))
     return problems
 
 
@@ -129,7 +131,7 @@ class _Assembly:
             data=sections.data,
             objects=objects,
             topology=find_topology(self.index, self.tensors, self.stored, tree),
-            written_by=self.written_by(),
+            written_by=self.written_by(optimizers),
             problems=tuple(self.problems),
         )
         return Assembled(state, self.stored, self.constants, self.items, self.index, self.num_metadata)
@@ -297,8 +299,10 @@ class _Assembly:
         value = self.value_of(self.stored[key].name)
         return float(value) if isinstance(value, int | float) else None
 
-    def written_by(self) -> dict[str, str]:
+    def written_by(self, optimizers: list[Optimizer]) -> dict[str, str]:
         found = {"format": f"torch.distributed.checkpoint {self.index.version or ''}".strip()}
+        if any(optimizer.flattened for optimizer in optimizers):
+            found["optimizer_state"] = "flattened"
         return found | ({"save_id": self.index.save_id} if self.index.save_id else {})
 
 

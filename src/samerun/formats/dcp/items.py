@@ -13,6 +13,7 @@ from samerun.errors import CorruptCheckpoint, Problem, UnsupportedVersion
 from samerun.formats.base import Array, Extent, assemble_box, view_extent
 from samerun.formats.dcp.files import DataFile
 from samerun.formats.dcp.index import NOWHERE, Index, Ints, StoredTensor
+from samerun.formats.dcp.packed import find_zstd, is_zstd, largest_item_bytes, unpack
 from samerun.formats.torchfile.archive import Archive, read_archive, read_value
 from samerun.formats.torchfile.unpickle import Decoded, TensorRef
 from samerun.stores.local import MappedFiles
@@ -29,13 +30,19 @@ class Items:
         self._readable = readable
         self._maps = maps
         self._extents: OrderedDict[int, Extent] = OrderedDict()
+        self._zstd = find_zstd() if any(map(is_zstd, index.transforms.values())) else None
 
     def readable(self, row: int) -> bool:
         """Whether the item's file is there and long enough for it."""
-        return row != NOWHERE and bool(self._readable[row]) and row not in self.index.transforms
+        return row != NOWHERE and bool(self._readable[row]) and self.unpacks(row)
 
-    def archive(self, row: int, name: str) -> Archive:
-        """Returns an item's archive directory.
+    def unpacks(self, row: int) -> bool:
+        """Whether an item's bytes are as torch.save left them, or were changed in a way that can be undone here."""
+        transforms = self.index.transforms.get(row)
+        return transforms is None or (self._zstd is not None and is_zstd(transforms))
+
+    def archive(self, row: int, name: str, value_bytes: int | None = None) -> Archive:
+        """Returns an item's archive directory. `value_bytes` are those of a tensor, which bound what is unpacked.
 
         Raises:
             CorruptCheckpoint: if its file is missing or too short, or it is no consistent archive.
@@ -43,12 +50,23 @@ class Items:
         if row == NOWHERE:
             raise CorruptCheckpoint(no_place(name))
         file = self.files[int(self.index.places.file[row])]
-        if row in self.index.transforms:
+        if not self.unpacks(row):
             raise UnsupportedVersion(transformed(file.path, name, self.index.transforms[row]))
         if not self._readable[row]:
             raise CorruptCheckpoint(_unreadable(file, name))
         start, length = int(self.index.places.offset_bytes[row]), int(self.index.places.length_bytes[row])
-        return read_archive(self._maps.map(file.path), file.path, start, length)
+        if row not in self.index.transforms:
+            return read_archive(self._maps.map(file.path), file.path, start, length)
+        unpacked = Path(f"{file.path}@{start}")
+        self._maps.lend(unpacked, lambda: self._unpack(file, start, length, name, value_bytes))
+        return read_archive(self._maps.map(unpacked), unpacked)
+
+    def _unpack(self, file: DataFile, start: int, length: int, name: str, value_bytes: int | None) -> bytes:
+        packed = memoryview(self._maps.map(file.path))[start : start + length]
+        found = unpack(self._zstd, packed, largest_item_bytes(value_bytes)) if self._zstd is not None else None
+        if found is None:
+            raise CorruptCheckpoint(_badly_packed(file.path, name))
+        return found
 
     def value(self, row: int, name: str) -> Decoded:
         """Decodes an object after checking its checksum; tensors inside come back as arrays.
@@ -90,7 +108,7 @@ class Items:
         shape = tuple(tensor.tiling.sizes[piece].tolist())
         if row == NOWHERE and math.prod(shape) == 0:
             return Extent(Path(), 0, tensor.dtype, shape, tuple(0 for _ in shape))
-        archive = self.archive(row, tensor.name)
+        archive = self.archive(row, tensor.name, math.prod(shape) * tensor.dtype.num_bytes)
         found = read_value(self._maps.map(archive.file), archive, tensor.name).value
         if not isinstance(found, TensorRef) or (found.shape, found.dtype) != (shape, tensor.dtype):
             raise CorruptCheckpoint(_mismatch(archive.file, tensor, shape, found))
@@ -125,9 +143,20 @@ def transformed(file: Path, name: str, transforms: tuple[str, ...]) -> Problem:
     """Returns the finding for an item whose bytes were compressed or otherwise changed on the way to disk."""
     return Problem(
         "SR-FILE-TRANSFORM",
-        f"the bytes were written through {', '.join(transforms)}, which samerun does not undo",
+        f"the bytes were written through {', '.join(transforms)}, which cannot be undone here",
         where={"file": str(file), "tensor": name},
-        hint="load it with torch and save it again without that extension",
+        hint="install zstandard (pip install samerun[zstd])"
+        if is_zstd(transforms)
+        else "load it with torch and save it again without that extension",
+    )
+
+
+def _badly_packed(file: Path, name: str) -> Problem:
+    return Problem(
+        "SR-FILE-PACKED",
+        "the compressed bytes cannot be unpacked, or hold more than this item can",
+        where={"file": str(file), "tensor": name},
+        hint="the file is damaged; restore it from the source",
     )
 
 

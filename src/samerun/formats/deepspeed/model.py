@@ -19,7 +19,7 @@ OWN_KEYS = frozenset({
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
     "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
     "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts", "ds_autoep_layers", "autoep_layers",
-    "universal_checkpoint_info", "folding", "csr_tensor_module_names",
+    "universal_checkpoint_info", "folding", "csr_tensor_module_names", "samerun_param_groups",
 })  # fmt: skip
 
 

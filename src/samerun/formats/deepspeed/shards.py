@@ -64,7 +64,8 @@ def read_optim(name: FileName, file: StateFile) -> OptimStates:
     whole = as_dict(file.value)
     bare = not _OWN_KEYS.isdisjoint(whole)  # a conversion keeps the optimizer's state without the file around it
     inner = whole if bare else as_dict(whole.get("optimizer_state_dict")) or whole
-    if "fp32_flat_groups" in inner or isinstance(inner.get("optimizer_state_dict"), dict):
+    whole_groups = enum_value(inner.get("zero_stage")) in (1, 2)
+    if not whole_groups and ("fp32_flat_groups" in inner or isinstance(inner.get("optimizer_state_dict"), dict)):
         return _stage3(name, file, inner)
     return _stage12(name, file, inner)
 

@@ -8,7 +8,8 @@ an index; `optimizer.pt` by position, `scheduler.pt`, `scaler.pt`, one `rng_stat
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,11 @@ def open_huggingface(path: Path, open_inner: OpenInner) -> StateDictCheckpoint:
     config = read_json(path / "config.json", saved) if (path / "config.json").is_file() else {}
     trainer = read_trainer(path, saved, files)
     _add_model(path, config, saved, files)
+    exported = list(saved.models)
     inners = tuple(_open_inners(path, saved, open_inner))
+    if exported and len(saved.models) > len(exported):
+        saved.models = saved.models[len(exported) :]
+        saved.problems.append(_exported(path, exported, inners[0].path))
     _add_optimizer(path, saved, files)
     _add_rng(path, trainer, saved, files)
     _describe(config, trainer, saved)
@@ -107,7 +112,8 @@ def _add_rng(path: Path, trainer: Trainer, saved: SavedState, files: MappedFiles
         saved.rng[file.stem] = open_beside(file, saved, files)
     saved.problems += check_ranks_of(found, "the generator state")
     world = trainer.world_size or (max(found) + 1 if found else None)
-    if world is not None:
+    recorded = saved.topology.world_size is not None and saved.topology.inferred is None  # by a checkpoint inside
+    if world is not None and not recorded:
         source = "training_args.bin" if trainer.world_size else "the number of rng_state files"
         layout = Layout(dp_replicate=world) if trainer.plain_data_parallel else None
         saved.topology = Topology(world_size=world, layout=layout, inferred=f"from {source}")
@@ -121,7 +127,13 @@ def _describe(config: Mapping[str, Any], trainer: Trainer, saved: SavedState) ->
     saved.objects |= trainer.objects
     if trainer.data:
         saved.data["trainer_cursor"] = trainer.data
-    saved.progress = trainer.progress or saved.progress or RecordedProgress()
+    inner = saved.progress or RecordedProgress()
+    progress = trainer.progress or inner
+    samples, tokens = (
+        getattr(progress, name) if getattr(inner, name) is None else getattr(inner, name)
+        for name in ("samples", "tokens")
+    )
+    saved.progress = replace(progress, samples=samples, tokens=tokens)
 
 
 def _no_model(path: Path) -> Problem:
@@ -130,6 +142,17 @@ def _no_model(path: Path) -> Problem:
         "there is no model here: none of the names under which transformers saves one",
         where={"file": str(path)},
         hint=f"looked for {', '.join(WEIGHTS[:4])} and their numbered parts; the save may have failed before the model",
+    )
+
+
+def _exported(path: Path, exported: Sequence[SavedModel], inner: Path) -> Problem:
+    return Problem(
+        "SR-HF-EXPORT",
+        f"the {sum(len(model.tensors) for model in exported)} tensors of the model's own file are an export; the model "
+        f"in {inner.name} is what a resume loads and what is shown",
+        severity=Severity.NOTE,
+        where={"file": str(path)},
+        hint="both must be of the same update; compare them with `samerun diff` if the export is to be used",
     )
 
 

@@ -116,6 +116,8 @@ def encode(value: Any) -> Any:
     """
     if value is None or isinstance(value, bool | int | str):
         return value
+    if isinstance(value, np.generic):
+        return encode(value.item())
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$float": str(value)}
     if isinstance(value, Mapping):

@@ -25,11 +25,14 @@ def adopt(inner: Checkpoint, saved: SavedState) -> None:
         else:
             models.setdefault(_family(entry), {})[fqn] = stored
             aliases |= dict.fromkeys(entry.aliases, fqn)
+    sure = not any(entry.role_inferred for entry in state.tensors.values())
+    buffers = frozenset(entry.key.fqn for entry in state.tensors.values() if entry.key.role is Role.BUFFER)
     for family, tensors in models.items():
-        average = family is Role.EMA
-        saved.models.append(
-            SavedModel("ema" if average else "", tensors, False, average, aliases={} if average else aliases)
-        )
+        if family is Role.EMA:
+            saved.models.append(SavedModel("ema", tensors, ordered=False, average=True))
+        else:
+            known = buffers if sure else None
+            saved.models.append(SavedModel("", tensors, ordered=False, buffers=known, aliases=aliases))
     if slots or state.groups:
         groups: list[Any] = [{**group.hyperparameters, "params": list(group.params)} for group in state.groups]
         saved.optimizers.append(("", {"state": slots, "param_groups": groups}))

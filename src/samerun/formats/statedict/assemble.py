@@ -97,18 +97,19 @@ class _Assembly:
             names = {key: name if name.startswith("#") else prefix + name for key, name in one.names.items()}
             for key, member in one.optimizer.members.items():
                 for slot, value in member.slots.items():
-                    self.add_slot(names[key], slot, value, f"{one.optimizer.name}.state.{key}.{slot}".lstrip("."))
+                    original = f"{one.optimizer.name}.state.{key}.{slot}".lstrip(".")
+                    self.add_slot(names[key], slot, value, original, open_name=key in one.open)
             for group in one.optimizer.groups:
                 settings = to_plain(dict(group.hyperparameters), self.files)
                 groups.append(ParamGroup(tuple(names[key] for key in group.keys), settings))
                 self.spread_step(groups[-1])
         return tuple(groups)
 
-    def add_slot(self, fqn: str, slot: str, value: Any, original: str) -> None:
+    def add_slot(self, fqn: str, slot: str, value: Any, original: str, *, open_name: bool) -> None:
         key = TensorKey(Role.MASTER, fqn) if slot in MASTER_SLOTS else TensorKey(Role.OPTIM, fqn, slot)
         number = number_of(value)
         if isinstance(value, Stored):
-            self.add(key, value, original)
+            self.add(key, value, original, open_name=open_name)
         elif number is not None:
             self.add_number(key, number, original)
         elif value is not None:
@@ -129,7 +130,14 @@ class _Assembly:
         self.held[str(key)] = number[0]
 
     def add(
-        self, key: TensorKey, tensor: Stored, original: str, aliases: tuple[str, ...] = (), *, inferred: bool = False
+        self,
+        key: TensorKey,
+        tensor: Stored,
+        original: str,
+        aliases: tuple[str, ...] = (),
+        *,
+        inferred: bool = False,
+        open_name: bool = False,
     ) -> None:
         """Files a tensor under its key; two that meet under one key are a finding, and both are kept."""
         text = str(key)
@@ -137,7 +145,9 @@ class _Assembly:
             self.problems.append(_twice(text, self.tensors[text].original, original))
             key = TensorKey(key.role, original, key.slot)
             text = str(key)
-        self.tensors[text] = TensorEntry(key, tensor.shape, tensor.dtype, tensor.tiling, original, aliases, inferred)
+        self.tensors[text] = TensorEntry(
+            key, tensor.shape, tensor.dtype, tensor.tiling, original, aliases, inferred, open_name
+        )
         self.held[text] = tensor
 
     def add_model(

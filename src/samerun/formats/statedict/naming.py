@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from samerun.core.state import normalize_fqn
 from samerun.errors import Problem, Severity
@@ -22,13 +22,15 @@ _SHOWN = 4
 class Named:
     """An optimizer with a name for every key: `names[key]`; `#key` for one that could not be named.
 
-    `model` is the saved model that it drives, None if that is not in the checkpoint.
+    `model` is the saved model that it drives, None if that is not in the checkpoint. `open` are keys whose name is the
+    likeliest of several that fit: nothing in the files decides it.
     """
 
     optimizer: Optimizer
     model: SavedModel | None
     names: Mapping[str, str]
     problems: tuple[Problem, ...] = ()
+    open: frozenset[str] = frozenset()
 
 
 def name_optimizer(optimizer: Optimizer, models: Sequence[SavedModel]) -> Named:
@@ -94,7 +96,7 @@ def _name_by_position(optimizer: Optimizer, model: SavedModel) -> Named:
     matching, problems = found
     fixed = {key: normalize_fqn(name) for key, name in optimizer.names.items()}
     names = {key: fixed.get(key) or matching.names.get(key) or f"#{key}" for key in optimizer.keys}
-    return Named(optimizer, model, names, tuple(problems))
+    return Named(optimizer, model, names, tuple(problems), matching.open - fixed.keys())
 
 
 def _match(
@@ -106,7 +108,8 @@ def _match(
     registered = match_registration(candidates, groups)
     if registered is None:
         return None
-    return registered.matching, _explain_registration(optimizer, registered.matching, registered.assumed)
+    matching = replace(registered.matching, open=registered.matching.open | registered.assumed)
+    return matching, _explain_registration(optimizer, registered.matching, registered.assumed)
 
 
 def _explain_order(optimizer: Optimizer, matching: Matching) -> list[Problem]:

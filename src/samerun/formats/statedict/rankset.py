@@ -8,7 +8,7 @@ from pathlib import Path
 
 from samerun.errors import CorruptCheckpoint, FormatError, Problem, Severity, UsageError
 from samerun.formats.statedict.geometry import GeometryError, find_distributed, read_part
-from samerun.formats.statedict.rankfiles import RankFiles, find_rank_files
+from samerun.formats.statedict.rankfiles import RankFiles, find_rank_files, match_rank
 from samerun.formats.statedict.ranks import check_ranks
 from samerun.formats.statedict.saved import SavedState
 from samerun.formats.statedict.tree import Tree, open_file
@@ -62,7 +62,8 @@ def choose_rank_files(path: Path) -> tuple[RankFiles, tuple[RankFiles, ...]]:
         UsageError: if there is none, or several of the same size.
     """
     if path.is_file():
-        return RankFiles(path.name, {0: path}), ()
+        match = match_rank(path.name)
+        return RankFiles(path.name, {match[1] if match else 0: path}), ()
     sets = find_rank_files(path)
     if not sets:
         raise UsageError(Problem("SR-PATH-UNKNOWN", "no files of ranks are here", where={"file": str(path)}))

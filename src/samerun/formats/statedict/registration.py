@@ -28,6 +28,7 @@ _FAMILIES: tuple[tuple[str, ...], ...] = (
     ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"),
     ("q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"),
     ("query", "key", "value"),
+    ("query", "key", "value", "dense", "LayerNorm"),
     ("query_key_value", "dense"),
     ("self", "output"),
     ("c_attn", "c_proj"),
@@ -63,6 +64,8 @@ _FAMILIES: tuple[tuple[str, ...], ...] = (
     ("ln_1", "attn", "ln_2", "mlp"),
     ("attention", "intermediate", "output"),
     ("attention", "intermediate", "output", "layernorm_before", "layernorm_after"),
+    ("full_layer_layer_norm", "attention", "ffn", "ffn_output"),
+    ("attention", "intermediate", "output", "bottleneck", "ffn"),
     ("attention", "layernorm_before", "layernorm_after", "mlp"),
     ("attention", "layer_norm", "feed_forward", "final_layer_norm"),
     ("attention", "sa_layer_norm", "ffn", "output_layer_norm"),
@@ -81,6 +84,10 @@ _FAMILIES: tuple[tuple[str, ...], ...] = (
     ("pos_conv_embed", "layer_norm", "layers"),
     ("layer_norm", "projection"),
     ("embeddings", "pre_layrnorm", "encoder", "post_layernorm"),
+    ("word_embeddings", "position_embeddings", "token_type_embeddings", "embedding_transformation", "LayerNorm"),
+    ("LayerNorm", "dense", "decoder"),
+    ("dense", "LayerNorm", "bottleneck"),
+    ("input", "attention"),
     ("vocab_transform", "vocab_layer_norm", "vocab_projector"),
 )  # fmt: skip
 _BY_LENGTH = sorted(_FAMILIES, key=len, reverse=True)

@@ -26,6 +26,7 @@ _DTYPES: dict[str, DType] = {
         "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool", "C64": "complex64",
     }.items()
 }  # fmt: skip
+STORED_NAMES: dict[str, str] = {dtype.name: stored for stored, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

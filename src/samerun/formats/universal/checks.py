@@ -197,7 +197,7 @@ def _wrong(source: Source, tensors: list[str], count: str) -> Problem:
         where={"file": str(source.root / FOLDER), "tensor": tensors[0]},
         expected="the values that the run's own files in this folder hold",
         hint=f"{cause}. The converter says nothing, and moments are wrong in the same places. Convert the original "
-        "checkpoint with `samerun convert --to universal`",
+        "checkpoint with `samerun convert --to zero`",
     )
 
 
@@ -222,7 +222,7 @@ def check_steps(assembled: Assembled) -> list[Problem]:
         )
     common = source.common
     tensor_steps = common is not None and any("step" in shard.scalars for shard in common.shards)
-    if source.stage == 3 and common is not None and len(common.shards) > 1 and tensor_steps:
+    if source.stage == 3 and not source.any_stage and common is not None and len(common.shards) > 1 and tensor_steps:
         problems.append(_shared_step(source, len(common.shards)))
     return problems
 
@@ -257,7 +257,7 @@ def check_groups(assembled: Assembled) -> list[Problem]:
                 hint="groups were lost on the way; take them from the original checkpoint",
             )
         )
-    if source.stage == 3 and any(group != plain[0] for group in plain[1:]):
+    if source.stage == 3 and not source.any_stage and any(group != plain[0] for group in plain[1:]):
         problems.append(
             Problem(
                 "SR-UNI-GROUPZERO",
@@ -287,10 +287,13 @@ def check_loader(assembled: Assembled) -> list[Problem]:
                 f"DeepSpeed does not restore {len(left)} buffers and frozen parameters from here: {_some(left)}",
                 severity=Severity.WARNING,
                 where={"file": str(source.root), "tensor": left[0]},
-                hint="load_universal_checkpoint reads only what the optimizer trains. Copy these into the model "
-                "yourself, from the model files beside it",
+                hint="load_universal reads only what the optimizer trains. Copy these into the model yourself, from "
+                "the "
+                "model files beside it: docs/formats/universal.md has the lines",
             )
         )
+    if source.any_stage:
+        return problems
     other = "1 or 2" if source.stage == 3 else "3"
     problems.append(
         Problem(
@@ -299,7 +302,9 @@ def check_loader(assembled: Assembled) -> list[Problem]:
             severity=Severity.NOTE,
             where={"file": str(source.root)},
             hint="any number of data-parallel ranks is fine, and tensor-parallel degrees that the model's patterns "
-            "describe. Another stage ends in an empty AssertionError: use `samerun convert`",
+            "describe. Another stage ends in an empty AssertionError: `samerun convert --to universal` makes one for "
+            "all "
+            "stages",
         )
     )
     return problems

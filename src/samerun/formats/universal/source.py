@@ -27,6 +27,8 @@ from samerun.stores.local import MappedFiles
 
 FOLDER = "zero"
 COMMON = "optimizer_state.pt"
+GROUPS = "samerun_param_groups"
+"""Where samerun keeps every group's hyperparameters in model files, for jobs at stage 3 to set after loading."""
 _MOST_FOLDERS = 1_000_000
 
 
@@ -34,8 +36,10 @@ _MOST_FOLDERS = 1_000_000
 class Source:
     """An opened directory. `slots` are by parameter and slot (`fp32`, `exp_avg`, `step`, ...).
 
-    `common` is what the converter kept of one rank's optimizer file: groups, scaler and, from stage 3, that rank's own
-    shard of everything. `unreadable` are the (parameter, slot) whose file could not be read.
+    `spare` is the model file for stage 3 beside the one for stages 1 and 2: samerun writes both, with the same content
+    but the tensors, so that every stage finds its own. `common` is what the converter kept of one rank's optimizer
+    file: groups, scaler and, from stage 3, that rank's own shard of everything. `unreadable` are the (parameter, slot)
+    whose file could not be read.
     """
 
     root: Path
@@ -49,6 +53,12 @@ class Source:
     unreadable: frozenset[tuple[str, str]] = frozenset()
     layers: Mapping[FileName, StateFile] = field(default_factory=dict[FileName, StateFile])
     experts: Mapping[FileName, StateFile] = field(default_factory=dict[FileName, StateFile])
+    spare: ModelStates | None = None
+
+    @property
+    def any_stage(self) -> bool:
+        """Whether every stage's loader finds what it looks for."""
+        return self.spare is not None
 
     @property
     def first(self) -> ModelStates | None:
@@ -72,7 +82,8 @@ class Source:
         """Returns every opened file."""
         common = [self.common.file] if self.common is not None else []
         slots = [file for held in self.slots.values() for file in held.values()]
-        return [*(model.file for model in self.models.values()), *common, *slots]
+        spare = [self.spare.file] if self.spare is not None else []
+        return [*(model.file for model in self.models.values()), *spare, *common, *slots]
 
     def unknown_classes(self) -> list[str]:
         """Returns the names of classes in the files that are neither known nor DeepSpeed's usual ones."""
@@ -116,6 +127,7 @@ def read_source(root: Path, files: MappedFiles) -> Source:
     names = sorted(listed, key=lambda name: (name.mp, -1 if name.dp is None else name.dp))
     opened, problems = read_state_files({name: root / name.name for name in names}, files)
     models = {(name.mp, name.dp): read_model(name, file) for name, file in opened.items()}
+    spare = models.pop((0, 0), None) if (0, None) in models else None
     common, common_problems = _read_common(root, files)
     slots, unreadable, slot_problems = _read_slots(root / FOLDER, files)
     first = next(iter(models.values()), None)
@@ -133,6 +145,7 @@ def read_source(root: Path, files: MappedFiles) -> Source:
         _stage(models, common, files),
         (*problems, *common_problems, *slot_problems),
         unreadable,
+        spare=spare,
     )
 
 

@@ -31,10 +31,13 @@ def _rigid(source: Source) -> list[Problem]:
 
 def conversion_hint(source: Source) -> str:
     """Returns which conversion takes the checkpoint to another number of ranks."""
+    if source.experts or source.expert_optims or source.degrees.ep > 1 or source.degrees.pp > 1:
+        return "`samerun convert --to dcp` holds every tensor whole; pipelines and experts are not written back"
+    own = "`samerun convert --to zero --layout dp=N`"
     if native_conversion_fails(source):
-        return "`samerun convert`; DeepSpeed's own ds_to_universal cannot"
+        return f"{own}; DeepSpeed's own ds_to_universal cannot"
     extra = "" if source.stage == 3 or _has_info(source) else " with --inject_missing_state"
-    return f"`samerun convert --to universal`, or DeepSpeed's ds_to_universal{extra}"
+    return f"{own}, or DeepSpeed's ds_to_universal{extra}"
 
 
 def _has_info(source: Source) -> bool:

@@ -25,7 +25,7 @@ from samerun.formats.deepspeed.model import Shapes
 from samerun.formats.deepspeed.model_tensors import Cutter, Names
 from samerun.formats.deepspeed.shards import FlatShard, OptimStates
 from samerun.formats.deepspeed.slices import Slice
-from samerun.formats.deepspeed.states import enum_number, plain_value
+from samerun.formats.deepspeed.states import as_dict, enum_number, plain_value
 from samerun.formats.torchfile import TensorRef
 from samerun.formats.zero.source import Source, is_expert_group
 
@@ -262,13 +262,23 @@ def _groups(source: Source, names: Names, flat: Flat) -> Iterator[tuple[list[str
 def own_order(source: Source, mp: int, number: int, shapes: Shapes) -> list[str]:
     """Returns a group's names in the order in which the optimizer was given them.
 
-    Round-robin gradients shuffle the flattened order; the ranks' own maps, put one after the other, keep the old one.
+    Round-robin gradients shuffle the flattened order. DeepSpeed's maps, one rank's after the other, keep the old one;
+    maps that follow the buffers, as samerun writes them, do not, and then the shuffle is undone.
     """
     listed = [name for name, _ in shapes]
     mapped: dict[str, None] = {}
+    placed: dict[str, None] = {}
+    ranks = 0
     for (rank, _), optim in sorted(source.optims.items()):
         if rank == mp and optim.mappings and number < len(optim.mappings):
-            mapped.update(dict.fromkeys(optim.mappings[number]))
+            places = optim.mappings[number]
+            mapped.update(dict.fromkeys(places))
+            placed.update(dict.fromkeys(sorted(places, key=lambda name: places[name][0])))
+            ranks = max(ranks, optim.partitions[number] if number < len(optim.partitions) else 0)
+    shuffled = as_dict(source.config.get("zero_optimization")).get("round_robin_gradients") is True
+    if shuffled and ranks and list(placed) == listed:
+        order = [place for rank in range(ranks) for place in range(rank, len(listed), ranks)]
+        return [name for _, name in sorted(zip(order, listed, strict=True))]
     return list(mapped) if set(mapped) == set(listed) else listed
 
 

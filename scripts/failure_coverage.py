@@ -1,0 +1,165 @@
+"""Writes docs/coverage-of-failures.md: how resumes fail, the finding that shows each, and the tests that name it.
+
+The left half is written here; tests are found by searching for the code. `--check` fails when the page is out of date.
+A code that is not catalogued, or that no test names, stops the script.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+TOP = Path(__file__).parents[1]
+sys.path.insert(0, str(TOP / "src"))
+
+from samerun.catalog import load_catalog  # noqa: E402
+
+PAGE = TOP / "docs" / "coverage-of-failures.md"
+# (what happens, codes without `SR-`). I: from names, sizes and metadata; D: bytes are read. No code: not seen.
+FAILURES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+    ("Files", "I", (
+        ("a rank's shard is missing, or in a temporary sibling directory", "FILE-MISSING"),
+        ("a shard is truncated by a byte", "FILE-TRUNCATED FILE-HEADER PKL-ZIP"),
+        ("data files without metadata", "META-MISSING"),
+        ("`latest` names a directory that never finished", "PATH-TRACKER ZERO-LATEST"),
+        ("nodes without a shared file system hold only their own shards", "FILE-MISSING COV-GAP"),
+        ("an index names a file that is absent, or tensors that a file lacks", "FILE-MISSING FILE-INDEX"),
+        ("stale files of a save with more ranks", "FILE-STALE RANK-STALE ZERO-STALE UNI-STALE"),
+    )),
+    ("Files", "D", (
+        ("bit flip, zeroed payload", "FILE-CRC PKL-CRC"),
+        ("an asynchronous save wrote layers of two steps", "CNT-STEPS ZERO-MASTER AGAINST-PARTLY SIDECAR-VALUE"),
+        ("every save after the first wrote the first save's tensors", "AGAINST-STUCK CNT-DIRECTORY"),
+        ("crash while a directory was overwritten: one file of an older step", "FILE-GENERATION SIDECAR-FILE"),
+        ("the same, without evidence in the files", "FILE-GENERATION-OPEN ZERO-RANKOPEN UNI-OPEN"),
+    )),
+    ("Rigid formats", "I", (
+        ("the recorded world size cannot be changed by this format", "ZERO-RIGID RANK-RIGID UNI-RIGID UNI-STAGE"),
+    )),
+    ("Uneven and padded shards", "I", (
+        ("fewer rows than ranks: empty shards", "TO-EMPTY TO-UNEVEN TO-TP"),
+        ("shards that carry no geometry", "RANK-GEOMETRY RANK-CHUNKS COV-PLACEMENT"),
+        ("flat buffers that do not fit their parameters", "ZERO-LAYOUT FSDP1-BOUNDARIES FSDP1-SHAPES"),
+    )),
+    ("Experts", "I", (("only some ranks' experts saved; expert files missing", "FILE-MISSING COV-GAP"),)),
+    ("Optimizer state", "I", (
+        ("nothing was saved, or only the first of several parts", "OPT-MISSING COV-GAP"),
+        ("moments of some parameters are absent", "OPT-NOSTATE OPT-SLOT UNI-LOST"),
+        ("slots that a converter does not know", "UNI-DROPPED ZERO-SLOTS COV-SLOT"),
+        ("two slots are one stored tensor", "OPT-SHARED"),
+    )),
+    ("Optimizer state", "D", (
+        ("moments are zero after updates", "VAL-ZERO"),
+        ("second moments negative, values not finite", "VAL-NEGATIVE VAL-NONFINITE"),
+        ("universal conversion scrambled or rounded values", "UNI-ROUNDROBIN UNI-VALUES UNI-ROUNDED"),
+    )),
+    ("Parameter groups", "I", (
+        ("ids mapped by position while the order may differ", "OPT-ORDER OPT-OPEN OPT-ASSUMED OPT-UNMATCHED"),
+        ("groups or their hyperparameters lost", "GROUP-LOST GROUP-EMPTY GROUP-HYPER GROUP-NONE UNI-GROUPS"),
+        ("conversion would give all groups the first one's", "ZERO-GROUPZERO UNI-GROUPZERO"),
+        ("hyperparameters changed between two saves", "AGAINST-GROUPS"),
+    )),
+    ("Counters", "I", (
+        ("directory, trainer state, scheduler and optimizer disagree", "CNT-DISAGREE CNT-DIRECTORY CNT-OPTIMIZER"),
+        ("steps differ between parameters", "CNT-STEPS UNI-STEP RANK-STEP"),
+        ("a step kept in bf16 or fp16", "CNT-DTYPE"),
+        ("a counter went backwards since the previous save", "AGAINST-BACKWARDS"),
+        ("one step tensor shared by sub-groups", "UNI-SHAREDSTEP"),
+    )),
+    ("Scheduler", "I", (
+        ("not saved", "SCHED-MISSING"),
+        ("stepped once per process, or once too often", "SCHED-POSITION"),
+        ("the rates are not those of the groups", "SCHED-LR"),
+        ("the schedule is a function that is not saved", "SCHED-LAMBDA"),
+    )),
+    ("Data", "I", (
+        ("cursor absent", "DATA-MISSING"),
+        ("one rank's cursor is used by all, or bound to the world size", "ACC-CURSOR HF-CURSOR DATA-PERRANK"),
+        ("saved in the middle of an epoch without the loader", "PL-EPOCH"),
+    )),
+    ("RNG", "I", (
+        ("not saved; files for N ranks, others wanted", "RNG-MISSING RNG-RANKS TO-RNG"),
+        ("rank 0's stream for all", "RNG-SHARED"),
+        ("one rank's file lost", "RNG-LOST"),
+    )),
+    ("dtype and masters", "D", (
+        ("weights are not what masters round to", "ZERO-MASTER"),
+        ("masters rebuilt from 16 bits", "ZERO-ROUNDED UNI-ROUNDED"),
+        ("moments kept in fewer bits than their parameters", "OPT-DTYPE"),
+    )),
+    ("Tied, frozen, never stepped", "I", (
+        ("tied tensors saved with different values", "TIE-DIFFERS"),
+        ("a parameter neither trained nor recorded as frozen", "ZERO-UNOWNED"),
+        ("the optimizer knows parameters that the model lacks", "OPT-ORPHAN"),
+        ("the format's own loader would not restore buffers and frozen parameters", "UNI-MODELSTATE"),
+    )),
+    ("Names", "I", (
+        ("wrapper prefixes", "NAME-WRAPPED"),
+        ("one tensor under two names", "KEY-TWICE"),
+        ("adapters only", "HF-ADAPTER"),
+    )),
+    ("Versions", "I", (
+        ("items compressed by an extension", "FILE-TRANSFORM FILE-PACKED"),
+        ("a pickled object in a safetensors file", "ST-OBJECT"),
+        ("read by description only", "ZERO-UNVERIFIED"),
+    )),
+    ("Ranks", "I", (
+        ("rank files swapped", "RANK-SWAPPED ZERO-SWAPPED"),
+        ("replicas differ", "COV-REPLICA RANK-REPLICA ZERO-REPLICA"),
+        ("the last rank's file lost without a trace", "RANK-OPEN"),
+        ("ranks disagree in shape or metadata", "RANK-SHAPE META-CONFLICT"),
+    )),
+    ("Conversions", "I", (
+        ("stale working folder of a conversion", "UNI-TMP"),
+        ("round-robin gradients", "ZERO-ROUNDROBIN UNI-ROUNDROBIN"),
+    )),
+    ("Scaler and EMA", "I", (
+        ("state_dict is the average", "PL-AVERAGE"),
+        ("fp16 scaler absent: shown under `resumable`, no finding of its own", ""),
+        ("EMA absent: shown under `resumable`, no finding of its own", ""),
+        ("another horizon in a schedule that is a function", ""),
+    )),
+)  # fmt: skip
+
+
+def main() -> int:
+    """Writes or checks the page; returns the exit code."""
+    text, wrong = page()
+    for line in wrong:
+        print(line, file=sys.stderr)
+    if "--check" in sys.argv:
+        return int(bool(wrong) or not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text)
+    PAGE.write_text(text, encoding="utf-8")
+    return int(bool(wrong))
+
+
+def page() -> tuple[str, list[str]]:
+    """Returns the page, and what is wrong: codes that are not catalogued, or not named by a test."""
+    tests = {path: path.read_text(encoding="utf-8") for path in sorted((TOP / "tests").rglob("test_*.py"))}
+    known, wrong = load_catalog(), list[str]()
+    lines = [
+        "# How resumes fail, and what shows it",
+        "",
+        "Written by `python scripts/make_docs.py`. Distilled from public reports and from reproductions. *I*: seen by",
+        "`samerun inspect` from names, sizes and metadata; *D*: with `--deep`, which reads bytes, or beside a previous",
+        "checkpoint. A row without a finding is not seen.",
+        "",
+        "| kind | | what happens | finding | tests |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, place, rows in FAILURES:
+        for what, names in rows:
+            codes = [f"SR-{name}" for name in names.split()]
+            wrong += [f"{code} is not catalogued" for code in codes if code not in known]
+            found: dict[str, None] = {}
+            for code in codes:
+                naming = [path for path, text in tests.items() if re.search(rf"{code}(?![A-Z-])", text)]
+                wrong += [] if naming else [f"{code} is named by no test"]
+                found |= dict.fromkeys(path.stem for path in naming[:3])
+            lines.append(f"| {kind} | {place} | {what} | {' '.join(codes)} | {' '.join(found)} |")
+    return "\n".join(lines) + "\n", wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""`samerun convert`: a checkpoint written in another format or for another layout, and proved to be the same state."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from samerun.errors import Problem, UsageError
+
+if TYPE_CHECKING:
+    from samerun.convert.convert import Converted, Prepared, Writer
+    from samerun.core.dtype import DType
+    from samerun.core.mesh import Layout
+    from samerun.execute.engine import Progress, ProgressCallback
+
+_FILES_SHOWN = 20
+
+
+@click.command(name="convert")
+@click.argument("src")
+@click.argument("dest")
+@click.option("--to", "to", required=True, metavar="FORMAT", help="dcp, torch, safetensors, universal, zero, ...")
+@click.option("--layout", metavar="L", help="The layout to write for, e.g. dp_shard=10.")
+@click.option("--map", "map_file", metavar="FILE", help="Names in SRC to names in DEST: a file or a map's name.")
+@click.option("--dtype", "dtypes", multiple=True, metavar="ROLE=DTYPE", help="Change a role's element type.")
+@click.option("--allow", multiple=True, metavar="CODE", help="Accept a finding that blocks.")
+@click.option("--memory-budget", default="48MiB", show_default=True, metavar="SIZE", help="For buffers.")
+@click.option("--threads", type=click.IntRange(1, 256), help="Copies at once; as many as cores by default.")
+@click.option("--max-shard", metavar="SIZE", help="safetensors: the most that one file holds.")
+@click.option("--format", "format_name", metavar="F", help="Read SRC as this format.")
+@click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(
+    src: str,
+    dest: str,
+    to: str,
+    layout: str | None,
+    map_file: str | None,
+    dtypes: tuple[str, ...],
+    allow: tuple[str, ...],
+    memory_budget: str,
+    threads: int | None,
+    max_shard: str | None,
+    format_name: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Write the checkpoint SRC as another format at DEST, and prove it equal.
+
+    SRC is only read. DEST appears whole, read back and proved, or not at all; the
+    proof lies in it. A conversion that was killed goes on when it is run again.
+
+    \b
+    samerun convert ckpt/step-1200 moved --to dcp
+    samerun convert ds/global_step900 uni --to universal --dry-run
+    """
+    import os
+    from pathlib import Path
+
+    from samerun.cli.output import emit_json
+    from samerun.convert.convert import carry_out, prepare
+    from samerun.execute.engine import Settings
+    from samerun.formats.detect import open_checkpoint
+    from samerun.formats.mapfile import read_name_map
+    from samerun.formats.mapped import MappedCheckpoint
+
+    settings = Settings(_parse_size("--memory-budget", memory_budget), threads or min(8, os.cpu_count() or 1))
+    wanted = dict(_parse_dtype(text) for text in dtypes)
+    writer = _writer(to, max_shard)
+    checkpoint = open_checkpoint(src, format_name)
+    try:
+        names = None if map_file is None else read_name_map(map_file, checkpoint.state)
+        prepared = prepare(
+            checkpoint if names is None else MappedCheckpoint(checkpoint, names),
+            dest,
+            to=to,
+            layout=_parse_layout(layout, checkpoint.state.topology.layout),
+            allow=allow,
+            dtype=wanted,
+            settings=settings,
+            given=Path(src),
+            original=checkpoint,
+            writer=writer,
+        )
+        if dry_run:
+            if as_json:
+                emit_json("convert-plan", prepared.plan.to_json(copies=True))
+            else:
+                _print_plan(prepared)
+            return
+        with interruptible() as cancel, stage_progress() as progress:
+            done = carry_out(prepared, settings=settings, progress=progress, cancel=cancel)
+    finally:
+        checkpoint.close()
+    if as_json:
+        emit_json("convert", done.to_json())
+    else:
+        _print_done(prepared, done)
+
+
+def _usage(code: str, message: str, hint: str) -> UsageError:
+    return UsageError(Problem(code, message, hint=hint))
+
+
+def _parse_size(option: str, text: str) -> int:
+    from samerun.core.size import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise _usage("SR-USAGE-OPTION", f"{option}: {error}", "a size looks like 48MiB or 5GB") from None
+
+
+def _parse_dtype(text: str) -> tuple[str, DType]:
+    from samerun.core.dtype import parse_dtype
+
+    role, equals, name = text.partition("=")
+    try:
+        if not equals:
+            raise ValueError(f"cannot read {text!r}")
+        return role, parse_dtype(name)
+    except ValueError as error:
+        hint = "--dtype looks like param=bfloat16 or optim.exp_avg=float32"
+        raise _usage("SR-USAGE-DTYPE", str(error), hint) from None
+
+
+def _parse_layout(text: str | None, source: Layout | None) -> Layout | None:
+    from samerun.core.mesh import Layout
+
+    try:
+        return Layout.parse(text, source=source) if text is not None else None
+    except ValueError as error:
+        raise _usage("SR-USAGE-LAYOUT", str(error), "a layout looks like dp_shard=4,tp=2 or dp=10") from None
+
+
+def _writer(to: str, max_shard: str | None) -> Writer | None:
+    if max_shard is None:
+        return None
+    if to != "safetensors":
+        raise _usage("SR-USAGE-OPTION", "--max-shard is for safetensors only", "leave it out")
+    from samerun.formats.safetensors.write import lay_out
+
+    return partial(lay_out, max_shard_bytes=_parse_size("--max-shard", max_shard))
+
+
+@contextmanager
+def interruptible() -> Generator[Event]:
+    """Yields an event that Ctrl-C and a scheduler's SIGTERM set, so that work stops where it can go on later."""
+    cancel = Event()
+
+    def stop(number: int, frame: Any) -> None:
+        if cancel.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt  # asked twice: do not wait for what is being written
+        cancel.set()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield cancel
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def stage_progress() -> Generator[ProgressCallback | None]:
+    """Shows a bar per stage on stderr, with rate and remaining time, where somebody is looking."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bars
+
+    from samerun.cli.output import stderr_console
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    )  # fmt: skip
+    with Bars(*columns, console=stderr_console(), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(now: Progress) -> None:
+            if now.stage not in tasks:
+                tasks[now.stage] = bars.add_task(now.stage, total=now.total_bytes)
+            bars.update(tasks[now.stage], completed=now.done_bytes)
+
+        yield show
+
+
+def _print_plan(prepared: Prepared) -> None:
+    from samerun.cli.output import print_problems, stderr_console
+    from samerun.core.size import format_size
+
+    plan = prepared.plan
+    rows = [
+        ("destination", f"{prepared.place}  ({prepared.to}{f', {prepared.layout}' if prepared.layout else ''})"),
+        ("tensors", f"{len(plan.keys) + len(plan.embedded):,} in {len(plan.destination.files):,} files"),
+        ("copies", f"{len(plan.copies):,} from {len(plan.sources):,} files, {int(plan.cast.sum()):,} of them casts"),
+        ("read", format_size(plan.bytes_read)),
+        ("write", format_size(plan.bytes_written)),
+        ("memory", f"{format_size(plan.peak_memory_bytes)} at most, beside what the process itself needs"),
+        ("source", plan.source_fingerprint),
+        ("plan", plan.hash),
+    ]
+    for label, text in rows:
+        click.echo(f"{click.style(f'{label:<12}', bold=True)}{text}")
+    click.echo()
+    for file in plan.destination.files[:_FILES_SHOWN]:
+        click.echo(f"{file.size:>16,}  {file.path if not plan.destination.single_file else prepared.place.name}")
+    if len(plan.destination.files) > _FILES_SHOWN:
+        click.echo(f"{'':>16}  ... and {len(plan.destination.files) - _FILES_SHOWN} more (--json lists all)")
+    for key, why in plan.destination.dropped.items():
+        click.echo(f"{'left out':>16}  {key}: {why}")
+    print_problems((*prepared.decisions, *prepared.problems), stderr_console())
+
+
+def _print_done(prepared: Prepared, done: Converted) -> None:
+    from samerun.cli.output import print_problems, stderr_console
+    from samerun.core.size import format_size
+
+    rate = format_size(round(done.bytes_written / done.seconds)) if done.seconds else "-"
+    tensors = len(prepared.plan.keys) + len(prepared.plan.embedded)
+    click.echo(f"{done.dest}: {format_size(done.bytes_written)} in {done.seconds:.1f} s ({rate}/s)")
+    click.echo(f"proved: {tensors:,} tensors read back equal, state {done.state}")
+    click.echo(f"proof: {done.proof}")
+    print_problems((*prepared.decisions, *done.problems), stderr_console())

@@ -1,0 +1,1 @@
+"""From a destination as a value to files on disk: planned, checked, copied, journalled, committed."""

@@ -1,0 +1,195 @@
+"""Moves bytes between files: in the kernel where it can, through a small buffer where a checksum is wanted."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from threading import Lock, local
+
+import numpy as np
+
+from samerun.errors import CorruptCheckpoint, ExecutionError, Problem
+from samerun.formats.base import Array
+from samerun.stores.local import MappedFiles, open_regular
+
+STEP_BYTES = 8 << 20  # between two looks at whether the work was cancelled
+BUFFER_BYTES = 1 << 20  # stays in the cache, so that copying, summing and writing touch memory once
+_MAX_OPEN_FILES = 64
+_NOT_IN_KERNEL = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF})
+
+
+class OpenFiles:
+    """Descriptors of files, opened on demand, a bounded number per thread. `close` closes those of every thread."""
+
+    def __init__(self, open_file: Callable[[str], int]) -> None:
+        self._open = open_file
+        self._local = local()
+        self._all: list[OrderedDict[str, int]] = []
+        self._lock = Lock()
+
+    def get(self, path: str) -> int:
+        """Returns a descriptor that belongs to the calling thread."""
+        held: OrderedDict[str, int] | None = getattr(self._local, "held", None)
+        if held is None:
+            held = self._local.held = OrderedDict[str, int]()
+            with self._lock:
+                self._all.append(held)
+        if path in held:
+            held.move_to_end(path)
+            return held[path]
+        descriptor = held[path] = self._open(path)
+        if len(held) > _MAX_OPEN_FILES:
+            os.close(held.popitem(last=False)[1])
+        return descriptor
+
+    def close(self) -> None:
+        """Closes every descriptor."""
+        for held in self._all:
+            while held:
+                os.close(held.popitem()[1])
+
+
+def open_source(path: str) -> int:
+    """Opens a source file read-only."""
+    return open_regular(Path(path))
+
+
+def open_destination(path: str) -> int:
+    """Opens a destination file that exists already; never through a link."""
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+class Mover:
+    """Copies ranges between descriptors. Remembers when the kernel refuses to copy between these file systems."""
+
+    def __init__(self, cancelled: Callable[[], bool]) -> None:
+        self._cancelled = cancelled
+        self._in_kernel = hasattr(os, "copy_file_range")
+        self._local = local()
+
+    def copy(self, source: int, offset: int, target: int, at: int, length: int, name: str) -> None:
+        """Copies a range. `name` is the source's path, for messages.
+
+        Raises:
+            CorruptCheckpoint: if the source ends before the range does.
+            ExecutionError: if the source cannot be read.
+            InterruptedError: if the work was cancelled.
+        """
+        done = 0
+        while done < length and self._in_kernel:
+            self._look()
+            try:
+                step = os.copy_file_range(source, target, min(STEP_BYTES, length - done), offset + done, at + done)
+            except OSError as error:
+                if error.errno == errno.EIO:
+                    break  # which side failed is told by reading and writing separately
+                if error.errno not in _NOT_IN_KERNEL:
+                    raise
+                self._in_kernel = False
+                break
+            if step == 0:
+                break  # the end of the file, or a file system that copies nothing without saying so
+            done += step
+        if done < length:
+            self._through_buffer(source, offset + done, target, at + done, length - done, name)
+
+    def copy_summed(self, source: int, offset: int, target: int, at: int, length: int, name: str) -> int:
+        """Copies a range and returns the CRC32 of its bytes. Raises as `copy` does."""
+        return self._through_buffer(source, offset, target, at, length, name, summed=True)
+
+    def _through_buffer(
+        self, source: int, offset: int, target: int, at: int, length: int, name: str, *, summed: bool = False
+    ) -> int:
+        buffer = self._buffer()
+        checksum, done = 0, 0
+        while done < length:
+            self._look()
+            try:
+                found = os.preadv(source, [buffer[: min(BUFFER_BYTES, length - done)]], offset + done)
+            except OSError as error:
+                raise ExecutionError(_unreadable(name, offset + done, error)) from error
+            if found == 0:
+                raise CorruptCheckpoint(ends_early(name, offset + length, offset + done))
+            if summed:
+                checksum = zlib.crc32(buffer[:found], checksum)
+            write_all(target, buffer[:found], at + done)
+            done += found
+        return checksum
+
+    def _buffer(self) -> memoryview:
+        held: memoryview | None = getattr(self._local, "buffer", None)
+        if held is None:
+            held = self._local.buffer = memoryview(bytearray(BUFFER_BYTES))
+        return held
+
+    def _look(self) -> None:
+        if self._cancelled():
+            raise InterruptedError(errno.EINTR, "the conversion was interrupted")
+
+
+def write_all(target: int, content: memoryview | bytes, at: int) -> None:
+    """Writes all of `content` at byte `at`."""
+    left = memoryview(content)
+    while left:
+        count = os.pwrite(target, left, at)
+        left, at = left[count:], at + count
+
+
+def sum_segments(content: memoryview, at: int, cuts: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Returns (first byte, length, CRC32) of the parts of `content` between cuts; it lies from byte `at` on."""
+    stop = at + len(content)
+    edges = [at, *cuts[bisect_right(cuts, at) : bisect_left(cuts, stop)], stop]
+    return [(a, b - a, zlib.crc32(content[a - at : b - at])) for a, b in pairwise(edges) if b > a]
+
+
+class SourceMaps:
+    """Maps of source files for reading with steps. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._maps = MappedFiles()
+        self._lock = Lock()
+
+    def view(self, path: str, dtype: np.dtype[np.generic], offset: int, sizes: list[int], strides: list[int]) -> Array:
+        """Returns values of a file as an array with these steps in bytes; nothing is copied.
+
+        Raises:
+            CorruptCheckpoint: if they reach beyond the end of the file, as it is now.
+        """
+        with self._lock:
+            buffer = self._maps.map(Path(path))
+        need = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + dtype.itemsize
+        size = min(len(buffer), os.stat(path).st_size)
+        if offset < 0 or need > size or min(strides, default=0) < 0:
+            raise CorruptCheckpoint(ends_early(path, need, size))
+        return np.ndarray(sizes, dtype, buffer=buffer, offset=offset, strides=strides)
+
+    def close(self) -> None:
+        """Forgets the maps."""
+        self._maps.close()
+
+
+def ends_early(path: str, needed: int, found: int) -> Problem:
+    """Returns the finding for a source file that is shorter than it was when the plan was made."""
+    return Problem(
+        "SR-FILE-TRUNCATED",
+        "a source file ends before the values that were to be copied",
+        where={"file": path},
+        expected=f"at least {needed} bytes",
+        found=f"{found} bytes",
+        hint="it was cut off, or something writes to the source; nothing became visible at the destination",
+    )
+
+
+def _unreadable(path: str, at: int, error: OSError) -> Problem:
+    return Problem(
+        "SR-CONVERT-READ",
+        f"a source file cannot be read at byte {at}: {error.strerror}",
+        where={"file": path},
+        hint="the disk or the network failed; once the file can be read, the same command goes on where it was",
+    )

@@ -1,0 +1,147 @@
+"""Under which names a DCP checkpoint is written: those of the source where it has any, else those of torch's recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from samerun.core.state import LogicalState, Role, TensorEntry, normalize_fqn
+from samerun.formats.statedict.optimizers import WrittenGroup, WrittenOptimizer
+from samerun.formats.torchfile.nodes import Tensor
+
+MODEL, OPTIMIZER, AVERAGE = "model", "optim", "ema"
+FLATTENED = "flattened"
+Path = tuple[str | int, ...]
+
+_NAMED = frozenset({"dcp", "torch", "ranklocal", "fsdp1"})  # whose original names tell containers from names inside
+
+
+def model_paths(state: LogicalState) -> Iterator[tuple[TensorEntry, Path]]:
+    """Yields every tensor of a model with the paths that it is saved under: its own, then those of its aliases.
+
+    DCP has no ties: torch writes a tied tensor once for each of its names, and a loading job asks for all of them.
+    """
+    default = _default_container(state)
+    for entry in state.tensors.values():
+        if entry.key.role in (Role.OPTIM, Role.MASTER):
+            continue
+        average = entry.key.role is Role.EMA
+        container, name = _split(state, entry)
+        if container is None:
+            container, name = (AVERAGE if average else default), entry.key.fqn
+        head = (container,) if container else ()
+        yield entry, (*head, name)
+        stem = name[: -len(entry.key.fqn)] if name.endswith(entry.key.fqn) else ""
+        for alias in entry.aliases:
+            yield entry, (*head, stem + alias)
+
+
+def _default_container(state: LogicalState) -> str:
+    entries = (entry for entry in state.tensors.values() if entry.key.role is Role.PARAM)
+    found = next((_split(state, entry)[0] for entry in entries), None)
+    return MODEL if found is None else found
+
+
+def _split(state: LogicalState, entry: TensorEntry) -> tuple[str | None, str]:
+    """Splits an original name into container and name inside. No container is known of formats that have none."""
+    if state.format not in _NAMED:
+        return None, entry.key.fqn
+    parts = entry.original.split(".")
+    for i in range(len(parts)):
+        inside = ".".join(parts[i:])
+        if normalize_fqn(inside) == entry.key.fqn or (state.format == "dcp" and inside == entry.key.fqn):
+            if not i and state.format != "dcp":
+                return None, entry.key.fqn
+            return ".".join(parts[:i]), inside if state.format == "dcp" else entry.key.fqn
+    # A further model: its container went into the FQN.
+    return ("", entry.original) if state.format == "dcp" else (None, entry.key.fqn)
+
+
+class OptimizerNames:
+    """The names of an optimizer's items: `<root>.state.<fqn>.<slot>` and those of the groups."""
+
+    def __init__(self, state: LogicalState, optimizer: WrittenOptimizer) -> None:
+        self._flattened = state.written_by.get("optimizer_state") == FLATTENED
+        self._saved: dict[str, tuple[str, str]] = {}
+        for fqn, slots in optimizer.slots.items():
+            known = (_root_of(state, fqn, slot, entry) for slot, entry in slots.items())
+            found = next((place for place in known if place), None)
+            if found:
+                self._saved[fqn] = found
+        roots = [root for root, _ in self._saved.values()]
+        self._default = max(dict.fromkeys(roots), key=roots.count) if roots else OPTIMIZER
+
+    def slot(self, fqn: str, slot: str) -> Path:
+        """Returns the path of one slot. Slots inside slots are nested."""
+        root, name = self._saved.get(fqn, (self._default, fqn))
+        if self._flattened:
+            return (*_head(root), f"state.{name}.{slot}")
+        return (*_head(root), "state", name, *slot.split("."))
+
+    def groups(self, groups: tuple[WrittenGroup, ...]) -> Iterator[tuple[Path, Any]]:
+        """Yields (path, value) of hyperparameters and member lists, in the source's style: nested, or per parameter."""
+        numbers: dict[str, int] = {}
+        for group in groups:
+            places = [self._saved[fqn] for fqn in group.params if fqn in self._saved]
+            root = places[0][0] if places else self._default
+            names = [self._saved.get(fqn, (root, fqn))[1] for fqn in group.params]
+            if self._flattened:
+                for name in names:
+                    stem = f"param_groups.{name}"
+                    yield from (((*_head(root), f"{stem}.{key}"), value) for key, value in group.settings.items())
+                continue
+            head = (*_head(root), "param_groups")
+            number = numbers[root] = numbers.get(root, -1) + 1
+            yield from (((*head, number, key), value) for key, value in group.settings.items())
+            yield (*head, number, "params"), names
+
+
+def _head(root: str) -> tuple[str, ...]:
+    return (root,) if root else ()
+
+
+def _root_of(state: LogicalState, fqn: str, slot: str, entry: TensorEntry) -> tuple[str, str] | None:
+    """Returns the optimizer's name and the parameter's name in it, as a slot's original name tells them."""
+    if state.format not in _NAMED:
+        return None
+    root, found, rest = f".{entry.original}".partition(".state.")
+    if not found:
+        return None
+    name = rest.removesuffix(f".{slot}")
+    same = state.format == "dcp" and (normalize_fqn(name) == fqn or fqn.endswith(f".{normalize_fqn(name)}"))
+    return root.removeprefix("."), name if same and name != rest else fqn
+
+
+def flatten_sections(sections: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """Yields (path, value) as torch flattens a state dict: mappings always, lists where tensors or mappings are inside.
+
+    Where torch would flatten something empty away, it stays an object.
+    """
+    for key, value in sections.items():
+        yield from _flatten((str(key),), value)
+
+
+def _flatten(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    if _is_empty(value):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flatten((*path, str(key)), item)
+    elif isinstance(value, list) and not _is_leaf(value):
+        for number, item in enumerate(value):
+            yield from _flatten((*path, number), item)
+    else:
+        yield path, value
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether flattening would leave nothing of a value."""
+    if isinstance(value, Mapping):
+        return all(_is_empty(item) for item in value.values())
+    return isinstance(value, list) and not _is_leaf(value) and all(_is_empty(item) for item in value)
+
+
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, Mapping | Tensor):
+        return False
+    return not isinstance(value, list) or all(_is_leaf(item) for item in value)

@@ -1,0 +1,262 @@
+"""Lays out a native DeepSpeed checkpoint (stages 1 to 3, 0.19.8) that stock `load_checkpoint` takes at any degree.
+
+Where values lie depends on the job's own configuration: stage, ranks, `round_robin_gradients`, `parameter_alignment`,
+`sub_group_size`, 16-bit type. It is taken from a DeepSpeed source, and the `ds_config` in the files says what was
+assumed. Any other source gives stage 3 if its parameters were sharded, else stage 2, and defaults. Files of stages 1
+and 2 are alike and load into either, with BF16_Optimizer too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from samerun.core.mesh import Layout
+from samerun.core.state import LogicalState
+from samerun.core.written import DestinationPlan, FilePlan
+from samerun.errors import Problem, Severity
+from samerun.formats.base import WriteSource
+from samerun.formats.deepspeed.carried import (
+    Carried,
+    Settings,
+    carry,
+    read_settings,
+    source_stage,
+    updates_of,
+    write_common,
+    write_config,
+)
+from samerun.formats.deepspeed.flat import (
+    Buffer,
+    alignment_gaps,
+    concatenated_buffer,
+    partitioned_buffer,
+    round_robin,
+    sub_groups,
+)
+from samerun.formats.deepspeed.modelfile import (
+    empty_module,
+    frozen_fragment,
+    frozen_shapes,
+    whole_module,
+    write_shapes,
+    write_tensor,
+)
+from samerun.formats.deepspeed.names import model_name, optim_name
+from samerun.formats.deepspeed.records import WRITTEN_VERSION, fragment, is_dynamic, loss_scaler, stage_number
+from samerun.formats.deepspeed.states import as_dict
+from samerun.formats.deepspeed.training import (
+    Trained,
+    TrainedGroup,
+    Training,
+    made_from_masters,
+    plan_training,
+    scalar_value,
+    storage_dtype,
+)
+from samerun.formats.torchfile.write import Pieces, Slot, add_archive, gather_slots
+
+_LOCAL_STAGES = (1, 2, 3)
+
+
+def lay_out(source: WriteSource, layout: Layout | None = None, *, stage: int | None = None) -> DestinationPlan:
+    """Plans the directory: `latest` and one tag with a model file or several, and an optimizer file for every rank.
+
+    Args:
+        source: the state.
+        layout: ranks of the destination; those of the source where none is given. Its batch replicas share the
+        optimizer. stage: 1, 2 or 3; the source's own, or what fits it, where none is given.
+    """
+    state = source.state
+    training = plan_training(source, layout, "zero")
+    ranks = destination_ranks(state, layout)
+    settings = read_settings(state, ranks, choose_stage(state, training, stage))
+    carried = carry(state, ranks, files_by_rank=settings.stage == 3)
+    config = write_config(state, training, settings)
+    writer = _Writer(state, training, settings, carried, config)
+    tag = f"global_step{updates_of(state, training)}"
+    files: list[tuple[FilePlan, list[Slot]]] = [_text("latest", tag)]
+    files += [_archive(f"{tag}/{name}", value) for name, value in writer.files()]
+    lost = made_from_masters(training) if settings.stage == 3 else {}
+    return DestinationPlan(
+        format="zero",
+        files=tuple(file for file, _ in files),
+        tensors=gather_slots([slots for _, slots in files]),
+        dropped={**training.dropped, **carried.dropped, **lost},
+        problems=(*training.problems, *carried.problems, _assumes(settings, training)),
+    )
+
+
+def destination_ranks(state: LogicalState, layout: Layout | None) -> int:
+    """Returns over how many ranks the optimizer is cut: batch replicas times those that share a sequence."""
+    chosen = layout or state.topology.layout
+    return chosen.batch_replicas * chosen.cp if chosen is not None else 1
+
+
+def choose_stage(state: LogicalState, training: Training, wanted: int | None) -> int:
+    """Returns the stage: the one asked for, the source's, 3 for sharded parameters or those without masters, else 2."""
+    if wanted is not None:
+        return wanted
+    own = source_stage(state)
+    if training.masterless:
+        return 3
+    if own in _LOCAL_STAGES:
+        return own
+    held = state.topology.layout
+    return 3 if own is None and held is not None and held.dp_shard > 1 else 2
+
+
+def _text(path: str, content: str) -> tuple[FilePlan, list[Slot]]:
+    pieces = Pieces()
+    pieces.write(content.encode())
+    return pieces.file(path), []
+
+
+def _archive(path: str, value: Any) -> tuple[FilePlan, list[Slot]]:
+    pieces = Pieces()
+    add_archive(pieces, value, path.rpartition("/")[2].removesuffix(".pt"))
+    return pieces.file(path), pieces.slots
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Writer:
+    state: LogicalState
+    training: Training
+    settings: Settings
+    carried: Carried
+    config: Mapping[str, Any]
+
+    def files(self) -> Iterator[tuple[str, Any]]:
+        """Yields names and contents of the tag's files."""
+        whole = self.settings.stage < 3
+        for rank in range(1 if whole else self.settings.ranks):
+            yield model_name(0, None if whole else rank), self._model(rank)
+        for rank in range(self.settings.ranks):
+            held = self._whole_groups(rank) if whole else self._partitioned(rank)
+            content = {"optimizer_state_dict": held, "ds_config": self.config, "ds_version": WRITTEN_VERSION}
+            precision = "bf16" if self.training.precision == "bf16" else ""
+            yield optim_name(0, rank, precision), content
+
+    def _model(self, rank: int) -> dict[str, Any]:
+        training, ranks = self.training, self.settings.ranks
+        if self.settings.stage < 3:
+            module, flattened = whole_module(training), [self._order(group) for group in training.groups]
+            fragments = {held.name: write_tensor(held.entry) for held in training.frozen}
+        else:
+            module = empty_module(training)
+            flattened = [members for group in training.groups for members in self._sub_groups(group)]
+            fragments = {held.name: frozen_fragment(held.entry, ranks, rank) for held in training.frozen}
+        return {
+            "module": module,
+            "buffer_names": [held.name for held in training.buffers],
+            "optimizer": None,
+            "param_shapes": write_shapes(flattened),
+            "frozen_param_shapes": frozen_shapes(training),
+            "shared_params": dict(training.shared) if rank == 0 else {},
+            "frozen_param_fragments": fragments,
+            **write_common(self.state, ranks, updates_of(self.state, training), self.config, self.carried, rank),
+        }
+
+    def _order(self, group: TrainedGroup) -> tuple[Trained, ...]:
+        return round_robin(group.members, self.settings.ranks) if self.settings.round_robin else group.members
+
+    def _sub_groups(self, group: TrainedGroup) -> list[tuple[Trained, ...]]:
+        return sub_groups(group.members, self.settings.ranks, self.settings.sub_group_size)
+
+    def _state_of(self, group: TrainedGroup, buffer: Buffer) -> dict[str, Any]:
+        """Returns the optimizer's state of one flat parameter; each has a counter of its own."""
+        counters = {name: scalar_value(values) for name, values in group.scalars.items()}
+        return counters | {name: buffer.slot(name, dtype) for name, dtype in group.slots.items()}
+
+    def _globals(self) -> dict[str, Any]:
+        saved = self.state.objects.get("loss_scaler")
+        return {"loss_scaler": loss_scaler(saved), "dynamic_loss_scale": is_dynamic(saved), "overflow": False}
+
+    def _whole_groups(self, rank: int) -> dict[str, Any]:
+        """Returns a rank's optimizer at stages 1 and 2 (`DeepSpeedZeroOptimizer.state_dict`)."""
+        groups, ranks = self.training.groups, self.settings.ranks
+        gaps = [alignment_gaps(self._order(group), aligned=self.settings.parameter_alignment) for group in groups]
+        buffers = [
+            concatenated_buffer(self._order(group), gap, ranks, rank) for group, gap in zip(groups, gaps, strict=True)
+        ]
+        states = {
+            number: self._state_of(group, buffer)
+            for number, (group, buffer) in enumerate(zip(groups, buffers, strict=True))
+        }
+        clip = self._clip()
+        return {
+            **self._globals(),
+            **({"clip_grad": clip} if clip is not None else {}),
+            "base_optimizer_state": {
+                "state": {number: held for number, held in states.items() if held},
+                "param_groups": [{**group.settings, "params": [number]} for number, group in enumerate(groups)],
+            },
+            "single_partition_of_fp32_groups": [
+                buffer.masters(storage_dtype(buffer.members[0]), lean=True) for buffer in buffers if buffer.members
+            ],
+            "zero_stage": stage_number(self.settings.stage),
+            "group_paddings": [buffer.padding for buffer in buffers],
+            "param_alignment_paddings": [list(gap) for gap in gaps],
+            "partition_count": [ranks] * len(groups),
+            "ds_version": WRITTEN_VERSION,
+            "param_slice_mappings": [_mapping(group, buffer) for group, buffer in zip(groups, buffers, strict=True)],
+        }
+
+    def _clip(self) -> float | None:
+        """Returns the norm that gradients are clipped to; the loader takes the file's over the job's own."""
+        value = self.state.objects.get("optimizer.clip_grad", as_dict(self.config).get("gradient_clipping"))
+        return float(value) if isinstance(value, int | float) else None
+
+    def _partitioned(self, rank: int) -> dict[str, Any]:
+        """Returns a rank's optimizer at stage 3 (`DeepSpeedZeroOptimizer_Stage3._rigid_state_dict`)."""
+        ranks = self.settings.ranks
+        states: dict[int, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        masters: list[Any] = []
+        for group in self.training.groups:
+            first = len(masters)
+            for members in self._sub_groups(group):
+                buffer = partitioned_buffer(members, ranks, rank)
+                states[len(masters)] = self._state_of(group, buffer)
+                masters.append(buffer.masters(storage_dtype(members[0])))
+            groups.append({**group.settings, "params": list(range(first, len(masters)))})
+        return {
+            "zero_stage": stage_number(3),
+            **self._globals(),
+            "partition_count": ranks,
+            "optimizer_state_dict": {
+                "state": {number: held for number, held in states.items() if held},
+                "param_groups": groups,
+            },
+            "fp32_flat_groups": masters,
+        }
+
+
+def _mapping(group: TrainedGroup, buffer: Buffer) -> dict[str, Any]:
+    """Returns where each parameter's part lies in a rank's buffer, in the group's own order.
+
+    DeepSpeed writes the places of the unshuffled order here whatever `round_robin_gradients` is; these are the true
+    ones.
+    """
+    held = {segment.name: fragment(segment.start, segment.count) for segment in buffer.segments}
+    return {member.name: held[member.name] for member in group.members if member.name in held}
+
+
+def _assumes(settings: Settings, training: Training) -> Problem:
+    """Says for which job the files are laid out; loaders check the number of ranks and the alignment only."""
+    parts = [
+        f"stage {'1 or 2' if settings.stage < 3 else '3'}",
+        f"{settings.ranks} data-parallel ranks",
+        training.precision or "fp32",
+    ]
+    parts += ["round_robin_gradients"] if settings.round_robin and settings.stage < 3 else []
+    parts += ["parameter_alignment"] if settings.parameter_alignment and settings.stage < 3 else []
+    parts += [f"sub_group_size {settings.sub_group_size}"] if settings.stage == 3 else []
+    return Problem(
+        "SR-DSW-ASSUMES",
+        f"laid out for a job with {', '.join(parts)}",
+        severity=Severity.NOTE,
+        hint="the job's configuration must say the same, and its groups must hold the same parameters in the same "
+        "order",
+    )
