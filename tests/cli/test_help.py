@@ -100,7 +100,7 @@ def complete(*words: str) -> list[str]:
         (("inspect", "--de"), ["plain,--deep"]),
         (("inspect", "ckpt/"), ["file,ckpt/"]),
         (("batch", "--unit", "s"), ["plain,samples"]),
-        (("explain", "sr-cov-g"), ["plain,SR-COV-GAP"]),
+        (("explain", "sr-io-f"), ["plain,SR-IO-FAILED"]),
         (("explain", "SR-NOTHING"), []),
     ],
 )

@@ -21,7 +21,7 @@ from support.runs import unpack_run
 
 TOP = Path(__file__).parents[2]
 CHECKPOINT = TOP / "tests" / "golden" / "docs" / "step-400"
-ZERO = TOP / "tests" / "golden" / "deepspeed" / "z2_align_rr" / "global_step3"
+ZERO = TOP / "tests" / "golden" / "deepspeed" / "z1_bf16opt" / "global_step3"
 PAGES = [TOP / "README.md", *sorted((TOP / "docs").rglob("*.md"))]
 BLOCKS = [block for page in PAGES for block in read_blocks(page)]
 MOST_SKIPPED = 10

@@ -46,7 +46,8 @@ def trainer_names() -> Iterator[dict[str, Any]]:
             "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
             "loss_sum": loss_sum, "valid_tokens": valid_tokens, "count_valid": valid_tokens,
             "tokens": 32, "loss": 0.5, "grad_norm": 1.0, "ids": list(range(32)), "losses": [0.5], "logits": None,
-            "progress": {"update": 0}, "config": {"dim": 4}, "path": "checkpoint", "save": lambda *update: None,
+            "progress": {"update": 0}, "config": {"dim": 4}, "path": "checkpoint",
+            "state": {"model": model.module.state_dict()}, "folder": "step-12", "save": lambda *update: None,
             "update": 12, "last_update": 14,
         }  # fmt: skip
     finally:
