@@ -8,6 +8,8 @@ from pathlib import Path
 TOP = Path(__file__).parents[1]
 sys.path.insert(0, str(TOP / "src"))
 
+from pictures import PICTURES  # noqa: E402
+
 from samerun.catalog import load_catalog  # noqa: E402
 from samerun.manifest.schema import schema_text  # noqa: E402
 
@@ -41,6 +43,7 @@ PAGES = {
     TOP / "docs" / "findings.md": findings_page,
     failure_coverage.PAGE: lambda: failure_coverage.page()[0],
     TOP / "docs" / "schema" / "manifest-1.json": schema_text,
+    **{TOP / "docs" / "pictures" / name: draw for name, draw in PICTURES.items()},
 }
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from playwright.sync_api import sync_playwright
+
+from support.browser import Opener, View
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGUMENTS = [
@@ -29,3 +32,20 @@ def browser() -> Iterator[Any]:
         started = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
         yield started
         started.close()
+
+
+@pytest.fixture
+def open_url(browser: Any) -> Iterator[Opener]:
+    with ExitStack() as stack:
+
+        def open_one(url: str, width: int = 1280, theme: str = "light", **options: Any) -> View:
+            context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme, **options)
+            stack.callback(context.close)
+            view = View(context.new_page())
+            view.page.on("console", lambda message: view.complaints.append(message.text))
+            view.page.on("pageerror", lambda error: view.complaints.append(str(error)))
+            view.page.on("request", lambda request: view.requests.append(request.url))
+            view.page.goto(url)
+            return view
+
+        yield open_one

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,10 @@ from samerun.core.mesh import Layout
 from samerun.plan.migration import PlannedSide
 from samerun.report.html import render_html
 from samerun.report.model import ReportModel, read_run
+from support.browser import SCRIPTS, THEMES, WIDTHS, Opener, View
 from support.runs import enlarge, unpack_run
 
 pytestmark = pytest.mark.browser
-
-SCRIPTS = {path.stem: path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("*.js")}
-WIDTHS = (1280, 390)
-THEMES = ("light", "dark")
-
-
-@dataclass
-class View:
-    """A page, opened from disk, with everything that it complained about or asked for."""
-
-    page: Any
-    complaints: list[str]
-    requests: list[str]
-
 
 Open = Callable[..., View]
 
@@ -63,21 +49,11 @@ def to_tensor_parallel(model: ReportModel) -> ReportModel:
 
 
 @pytest.fixture
-def open_page(browser: Any, pages: dict[str, Path]) -> Iterator[Open]:
-    with ExitStack() as stack:
+def open_page(open_url: Opener, pages: dict[str, Path]) -> Open:
+    def open_one(name: str, width: int = 1280, theme: str = "light", **options: Any) -> View:
+        return open_url(pages[name].as_uri(), width, theme, **options)
 
-        def open_one(name: str, width: int = 1280, theme: str = "light", **options: Any) -> View:
-            context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme, **options)
-            stack.callback(context.close)
-            page = context.new_page()
-            view = View(page, [], [])
-            page.on("console", lambda message: view.complaints.append(message.text))
-            page.on("pageerror", lambda error: view.complaints.append(str(error)))
-            page.on("request", lambda request: view.requests.append(request.url))
-            page.goto(pages[name].as_uri())
-            return view
-
-        yield open_one
+    return open_one
 
 
 @pytest.mark.parametrize("theme", THEMES)

@@ -11,14 +11,14 @@ from support.gloo import run_ranks
 CONFIG = {"global_batch": 32, "max_microbatch": 2, "precision": "float32", "log_every": 10, "eval_every": 20}
 
 
-def write_fsdp2_checkpoint(path: Path, world_size: int = 4) -> None:
-    """Trains two updates under FSDP2 on `world_size` gloo ranks and saves everything through DCP."""
+def write_fsdp2_checkpoint(path: Path, world_size: int = 4, updates: int = 2) -> None:
+    """Makes `updates` updates under FSDP2 on `world_size` gloo ranks and saves everything through DCP."""
     for module in ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch._dynamo"):
         importlib.import_module(module)  # once here, inherited by every rank
-    run_ranks(world_size, _write, str(path))
+    run_ranks(world_size, _write, str(path), updates)
 
 
-def _write(rank: int, world_size: int, path: str) -> None:
+def _write(rank: int, world_size: int, path: str, updates: int) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
     from torch import nn
@@ -33,7 +33,7 @@ def _write(rank: int, world_size: int, path: str) -> None:
     model.set_force_sum_reduction_for_comms(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-    for _ in range(2):
+    for _ in range(updates):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
@@ -44,7 +44,7 @@ def _write(rank: int, world_size: int, path: str) -> None:
         "model": model_state,
         "optim": optim_state,
         "scheduler": {"last_epoch": scheduler.last_epoch, "base_lrs": scheduler.base_lrs},
-        "progress": {"update": 2, "samples": 64, "tokens": 4000, "epoch": 0},
+        "progress": {"update": updates, "samples": 32 * updates, "tokens": 2000 * updates, "epoch": 0},
         "config": CONFIG,
     }
     dcp.save(state, checkpoint_id=path)

@@ -13,6 +13,8 @@ from samerun import __version__
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from click.shell_completion import CompletionItem
+
 # Each verb is `command` in `samerun.cli.<module>`; the text is what `samerun --help` shows without importing it.
 VERBS: dict[str, tuple[str, str]] = {
     "inspect": ("inspect", "What is in a checkpoint; is it complete; can it resume?"),
@@ -28,7 +30,22 @@ VERBS: dict[str, tuple[str, str]] = {
     "report": ("report", "One self-contained HTML page with the pictures."),
     "trace": ("trace", "Check and summarise what a job recorded."),
     "explain": ("explain", "What a finding means and what to do about it."),
+    "lab": ("lab", "Equal values, different continuations: try it in a browser."),
     "demo": ("demo", "All of the above on a small real run, on CPU."),
+}
+
+
+EXAMPLES = (
+    "samerun inspect ckpt/step-400",
+    "samerun draft ckpt/step-400 --to dp_shard=3 -o move.yaml",
+    "samerun run move.yaml",
+)
+EXIT_CODES = {
+    0: "clean, equal, promote",
+    1: "findings that block, different, reject",
+    2: "usage error, or input that cannot be read",
+    3: "interrupted; the same command goes on",
+    4: "abstain: evidence is missing, or the control is too noisy",
 }
 
 
@@ -39,8 +56,10 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
+        from samerun.cli.help import Verb
+
         module = importlib.import_module(f"samerun.cli.{VERBS[cmd_name][0]}")
-        return module.command
+        return Verb.of(module.command)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -53,9 +72,20 @@ class _LazyGroup(click.Group):
             ctx.fail(f"there is no verb {args[0]!r}.{guess} Verbs: {', '.join(VERBS)}")
         return super().resolve_command(ctx, args)
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Completes verbs without loading any of them."""
+        from click.shell_completion import CompletionItem
+
+        found = [CompletionItem(verb, help=text) for verb, (_, text) in VERBS.items() if verb.startswith(incomplete)]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
             formatter.write_dl([(verb, text) for verb, (_, text) in VERBS.items()])
+        with formatter.section("Examples"):
+            formatter.write_text("\b\n" + "\n".join(EXAMPLES))
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), text) for code, text in EXIT_CODES.items()])
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
@@ -63,8 +93,8 @@ class _LazyGroup(click.Group):
 def root() -> None:
     """Move a training run onto another GPU count or parallel layout, and prove that it is still the same run.
 
-    Results go to stdout, progress and logs to stderr. Exit codes: 0 clean, equal or promote; 1 blocking findings,
-    different or reject; 2 usage error or unreadable input; 3 interrupted, can be resumed; 4 abstain.
+    Each verb has its own help with examples: samerun VERB --help. Results go to stdout, progress and logs to stderr;
+    --json prints one JSON document. Nothing from a checkpoint is executed, and nothing is ever written to one.
     """
 
 

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 @click.option("--layout", help="Instead of --replicas: the destination's layout, such as tp=2,dp_shard=5.")
 @click.option("--max-microbatch", type=int, required=True, help="Most samples one replica can take in one pass.")
 @click.option("--from", "source", metavar="TEXT", help="The source's equation: replicas=16,micro=2,accum=8.")
-@click.option("--unit", type=click.Choice(["samples", "tokens"]), default="samples", show_default=True)
+@click.option(
+    "--unit",
+    type=click.Choice(["samples", "tokens"]),
+    default="samples",
+    show_default=True,
+    help="What --global-batch counts; a number of tokens is never exact.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, with every microbatch of every option.")
 def command(
     global_batch: int,
@@ -32,9 +38,15 @@ def command(
 ) -> None:
     """List every honest way to deal a global batch, and what each needs and costs. Chooses none.
 
+    Uneven shares of the same samples, fewer replicas, another batch: which are
+    exact, how many passes each takes, how much of the slots it uses. Count batch
+    replicas, not GPUs: tensor-, context- and pipeline-parallel ranks of one
+    replica share their samples.
+
     \b
     samerun batch --global-batch 256 --replicas 10 --max-microbatch 2 \\
                   --from replicas=16,micro=2,accum=8
+    samerun batch --global-batch 256 --layout tp=2,dp_shard=5 --max-microbatch 2
     """
     from samerun.core.batch import check_batch, plan_batch
 

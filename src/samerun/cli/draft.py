@@ -40,10 +40,12 @@ def command(
     """Write a migration manifest from the checkpoint at PATH.
 
     What the checkpoint cannot tell becomes a question, marked ASK; `samerun plan`
-    lists them and goes no further until all are answered.
+    lists them and goes no further until all are answered. Nothing is guessed,
+    and no file is replaced.
 
     \b
     samerun draft ckpt/step-12 --to dp_shard=3 -o move.yaml
+    samerun draft ckpt/step-12 --to dp=10 --from dp_shard=16 --schema -o move.yaml
     """
     from samerun.cli.memory import parse_layout
     from samerun.formats.base import Rigid

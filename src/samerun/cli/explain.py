@@ -7,16 +7,20 @@ import difflib
 import click
 
 from samerun.catalog import Entry, load_catalog
+from samerun.cli.help import complete_codes
 from samerun.cli.output import emit_json
 from samerun.errors import Problem, UsageError
 
 
 @click.command(name="explain")
-@click.argument("code", required=False)
+@click.argument("code", required=False, shell_complete=complete_codes)
 @click.option("--list", "list_all", is_flag=True, help="List every code with its title.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(code: str | None, list_all: bool, as_json: bool) -> None:
     """Say what the finding CODE means, how to see it for yourself, and what to do.
+
+    Every finding that samerun prints has a code. Upper or lower case; a
+    misspelt code shows its neighbours.
 
     \b
     samerun explain SR-COV-GAP

@@ -35,6 +35,7 @@ def command(
 
     \b
     samerun memory ckpt/step-12 --layout dp_shard=3 --device-memory 80GiB
+    samerun memory ckpt/step-12 --layout tp=2,dp_shard=4 --dtype bfloat16
     """
     from samerun.core.dtype import parse_dtype
     from samerun.core.size import parse_size

@@ -7,15 +7,12 @@ the script that reads it makes text nodes. The page's own policy forbids any oth
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from importlib import resources
 from typing import Any
 from urllib.parse import quote
 
@@ -30,6 +27,7 @@ from samerun.report.model import ReportModel
 from samerun.report.page import Page, plain_text, plan_page
 from samerun.report.samples import SamplesView, Strip
 from samerun.report.state import Agreement, ParameterRow, StateView
+from samerun.report.style import base_style, read_static, script_hash
 
 MAX_ROWS, MAX_NAME_CHARACTERS = 12_000, 700_000
 """Parameters that the table lists; of more, or of very long names, those whose state or change stands out most."""
@@ -48,7 +46,7 @@ def render_html(model: ReportModel, *, base: str = "", written: datetime | None 
         written: when the report is made; now by default.
     """
     page = plan_page(model)
-    script = _static("report.js")
+    script = read_static("samerun.report", "report.js")
     html = (
         _environment(model, base)
         .get_template("report.html")
@@ -57,9 +55,9 @@ def render_html(model: ReportModel, *, base: str = "", written: datetime | None 
             model=model,
             version=__version__,
             written=(written or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
-            style=Markup(_static("report.css")),
+            style=Markup(base_style() + read_static("samerun.report", "report.css")),
             script=Markup(script),
-            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+            script_hash=script_hash(script),
             data=embed(page_data(page)),
             num_listed=len(_listed(page.state.rows)) if page.state else 0,
         )
@@ -95,10 +93,6 @@ def _environment(model: ReportModel, base: str) -> jinja2.Environment:
     environment.filters.update(filters)
     environment.globals.update(functions)  # pyright: ignore[reportCallIssue, reportArgumentType]
     return environment
-
-
-def _static(name: str) -> str:
-    return resources.files("samerun.report").joinpath("static", name).read_text(encoding="utf-8")
 
 
 def evidence_link(model: ReportModel, base: str, path: str) -> str | None:

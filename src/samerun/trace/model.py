@@ -16,8 +16,8 @@ class Header:
     """What a rank said about itself before it did anything.
 
     `layout` is the mesh as the job has it; `declared_layout` is what the script claimed, when that differs. `batch`
-    has `global_batch`, `max_microbatch`, `passes`, `replicas` and `microbatches` ([pass][replica] samples), or is None
-    when the job does not say how it deals.
+    has `global_batch`, `max_microbatch`, `passes`, `replicas` and `microbatches` (samples by pass, then replica), or
+    is None when the job does not say how it deals.
     """
 
     rank: int

@@ -152,7 +152,7 @@ class Recorder:
             scaler: gradient scaler, if any.
             layout: what the script believes its layout to be. The header also says what the tensors show.
             batch: how the global batch is dealt, if the sampler is not an `ElasticSampler`: `global_batch`,
-                `max_microbatch`, `passes`, `replicas`, `microbatches` ([pass][replica]).
+                `max_microbatch`, `passes`, `replicas`, `microbatches` (by pass, then replica).
             config: architecture settings; the model's own `config` by default.
             objects: whatever else is saved beside the tensors, by the name under which it is: to be compared after
                 loading. Anything with a `state_dict`, or plain data.

@@ -205,7 +205,8 @@ class ElasticSampler(Sampler[list[int]]):
         max_microbatch: most samples in one pass of one replica. The dealing is `deal(global_batch, replicas,
             max_microbatch)`, unless `dealing` says otherwise.
         dealing: another dealing of the same global batch to the same replicas.
-        seed, shuffle: only with a number of samples; an order has its own.
+        seed: of the order, only with a number of samples; an order has its own.
+        shuffle: likewise.
         last_batch: what happens at an epoch's end to samples that do not fill a global batch: `keep` (a smaller
             update), `drop` (no update), `carry` (the next epoch completes it).
         empty: what an empty microbatch is to the loader: `list` (`[]`) or `placeholder` (one sample of the update).

@@ -1,0 +1,1 @@
+"""The optimization lab: equal current values hide different continuations."""
