@@ -85,7 +85,7 @@ def accelerate_cases() -> list[dict[str, Any]]:
     """Every way to cut a loader, at lengths that nothing divides."""
     cases: list[dict[str, Any]] = []
     for processes in (2, 3):
-        for length in (23, 24, 5):
+        for length in (23, 5):
             for more in (
                 {},
                 {"even_batches": False},
@@ -100,7 +100,7 @@ def accelerate_cases() -> list[dict[str, Any]]:
                 {"num_workers": 2},
             ):
                 batch = 2 * processes if more.get("split_batches") else 2
-                if more.get("drop_last") and length < 2 * processes:
+                if length < batch * processes and (more.get("drop_last") or more.get("dispatch_batches")):
                     continue
                 cases.append({"processes": processes, "length": length, "batch": batch, "seed": 7, **more})
     return cases
@@ -138,7 +138,8 @@ def accelerate_ids(rank: int, world_size: int, cases: list[dict[str, Any]]) -> l
             loader.set_epoch(epoch)
             epochs.append([batch.tolist() for batch in loader])
         after = []
-        for count in range(len(epochs[0]) + 1 if case.get("even_batches", True) else 0):
+        counts = len(epochs[0]) + (not case.get("dispatch_batches", False))  # dispatching nothing fails in 1.15.0
+        for count in range(counts if case.get("even_batches", True) else 0):
             loader.set_epoch(0)
             after.append([batch.tolist() for batch in skip_first_batches(loader, count)])
         found.append((epochs, after))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from samerun.core.order import GlobalOrder, Ids, require_span
+from samerun.errors import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +74,24 @@ class AccelerateOrder:
             return self.base.ids(epoch, start, stop)
         return self.base.ids(epoch, 0, length)[np.arange(start, stop, dtype=np.int64) % length]
 
+    @property
+    def skip_samples(self) -> int:
+        """Samples over all processes that `skip_first_batches` passes over for each batch that it is told to skip.
+
+        A step's, except when process 0 dispatches to all: it then skips its own reader's batches, of which every step
+        takes one per process. A loop that skips its number of *steps* replays the rest (`check_skip`).
+        """
+        return self.batch_size if self.dispatch_batches else self.step_samples
+
     def skipped(self, epoch: int, num_batches: int) -> int:
         """Returns the position that `skip_first_batches(loader, num_batches)` goes to: committed samples, not batches."""
-        return min(num_batches * self.step_samples, self.num_samples(epoch))
+        return min(num_batches * self.skip_samples, self.num_samples(epoch))
 
     def num_batches(self, epoch: int, position: int) -> int | None:
         """Returns what to give `skip_first_batches` to be at `position`, or None: no whole number of batches is."""
         if position == self.num_samples(epoch):
-            return -(-position // self.step_samples)
-        batches, rest = divmod(position, self.step_samples)
+            return -(-position // self.skip_samples)
+        batches, rest = divmod(position, self.skip_samples)
         return None if rest else batches
 
     def identity(self) -> dict[str, Any]:
@@ -92,3 +102,19 @@ class AccelerateOrder:
             "num_samples": self.num_samples(0),
             "padded_for": None if self.drop_last else self.num_samples(0) - self.num_unpadded(0),
         }
+
+
+def check_skip(order: AccelerateOrder, num_steps: int) -> list[Problem]:
+    """Returns SR-ORDER-SKIP if `skip_first_batches(loader, num_steps)` does not pass over that many steps' samples."""
+    expected, found = num_steps * order.step_samples, num_steps * order.skip_samples
+    if expected == found:
+        return []
+    return [
+        Problem(
+            "SR-ORDER-SKIP",
+            f"skipping {num_steps} batches of a dispatching loader replays {expected - found} samples",
+            expected=f"{expected} samples passed over",
+            found=f"{found}: the reader's own batches, {order.num_processes} of which make one step",
+            hint=f"skip {expected // order.skip_samples} batches, or use split_batches; the Trainer skips steps",
+        )
+    ]

@@ -48,7 +48,9 @@ _BUILD: dict[str, _Build] = {
     ),
     "random": lambda at, draw: RandomSamplerOrder.reseeded(at["samples"], at["seed"], draw),
     "accelerate": lambda at, draw: AccelerateOrder(
-        RandomSamplerOrder.reseeded(at["samples"], at["seed"], draw) if at["shuffle"] else SequentialOrder(at["samples"]),
+        RandomSamplerOrder.reseeded(at["samples"], at["seed"], draw)
+        if at["shuffle"]
+        else SequentialOrder(at["samples"]),
         at["batch"],
         at["processes"],
         at["split"],
