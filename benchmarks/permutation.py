@@ -2,8 +2,8 @@
 
     python benchmarks/permutation.py            # needs torch for the comparison
 
-The keyed permutation is measured where it is used: a whole epoch, a slice from the middle, and random positions. To get a
-slice, `torch.randperm` has to draw the epoch.
+The keyed permutation is measured where it is used: a whole epoch, a slice from the middle, and random positions. To
+get a slice, `torch.randperm` has to draw the epoch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The frameworks' orders against the ids that their real loaders handed out (tests/golden/order), at changed degrees."""
+"""The frameworks' orders against the ids of their real loaders (tests/golden/order), at changed degrees."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -116,7 +116,7 @@ class TestMegatron:
         assert rest.identity() != RemainderOrder(new, 1, consumed[1:]).identity()
 
     def test_ranks_that_fall_out_of_step_are_found(self) -> None:
-        """The real sampler gives some ranks one more batch: 97 = 8 x 12 + 1 does not, 31 at micro 1 and 4 ranks does."""
+        """The real sampler gives some ranks one batch more than others."""
         assert [p.code for p in check_cyclic(MegatronCyclicOrder(7, 1, 4, data_sharding=False))] == ["SR-ORDER-RAGGED"]
         assert not [*check_cyclic(MegatronCyclicOrder(7, 1, 4))]
         for case in golden("megatron.json"):
@@ -244,7 +244,7 @@ def test_orders_from_text() -> None:
 
 
 class TestShards:
-    LENGTHS = {"a": 7, "b": 3, "c": 0, "d": 10}
+    LENGTHS: ClassVar = {"a": 7, "b": 3, "c": 0, "d": 10}
 
     @given(st.data(), st.integers(1, 4), st.sampled_from([None, 5]))
     @settings(max_examples=60, deadline=None)

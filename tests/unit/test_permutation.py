@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samerun.core.mix import fold_key, mix64
 from samerun.core.orders import KeyedOrder
-from samerun.core.permutation import Permutation, fold_key, mix64
+from samerun.core.permutation import Permutation
 
 HUGE = 10**12 + 39
 

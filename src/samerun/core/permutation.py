@@ -22,40 +22,17 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from samerun.core.mix import GOLDEN, M1, M2, MASK, fold_key, mix64
+
 Words = npt.NDArray[np.uint64]
 Ids = npt.NDArray[np.int64]
 
 VERSION = 1
 ROUNDS = 16
-"""Rounds of the network, eight on each half. Fewer pass at large lengths; the whole symmetric group of 6 needs these."""
+"""Rounds of the network, eight on each half. Fewer pass at large lengths; the whole symmetric group of 6 needs
+these."""
 
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _BLOCK = 1 << 14  # positions worked on at once: three arrays of this size stay in a core's cache
-
-
-def mix64(value: int) -> int:
-    """Returns splitmix64's finaliser of a 64-bit word: every input bit moves about half of the output bits.
-
-    >>> hex(mix64(1))
-    '0x5692161d100b05e5'
-    """
-    value &= _MASK
-    value = ((value ^ (value >> 30)) * _M1) & _MASK
-    value = ((value ^ (value >> 27)) * _M2) & _MASK
-    return value ^ (value >> 31)
-
-
-def fold_key(*words: int) -> int:
-    """Returns one 64-bit key out of any number of whole numbers; their order matters.
-
-    Numbers of more than 64 bits, and negative ones, count modulo 2**64.
-    """
-    state = 0
-    for word in words:
-        state = mix64(state + _GOLDEN + mix64(word + _GOLDEN))
-    return state
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +52,14 @@ class Permutation:
     def __post_init__(self) -> None:
         if not 1 <= self.length < 1 << 63:
             raise ValueError(f"a permutation has between 1 and 2**63 - 1 positions, not {self.length}")
-        if not self.keys or any(not 0 <= key <= _MASK for key in self.keys):
+        if not self.keys or any(not 0 <= key <= MASK for key in self.keys):
             raise ValueError("every round has a key of 64 bits")
 
     @classmethod
     def of(cls, length: int, seed: int, epoch: int = 0) -> Self:
         """Returns the permutation of `length` that belongs to a seed and an epoch (0-based)."""
         state = fold_key(VERSION, length, seed, epoch)
-        return cls(length, tuple(mix64(state + _GOLDEN * (number + 1)) for number in range(ROUNDS)))
+        return cls(length, tuple(mix64(state + GOLDEN * (number + 1)) for number in range(ROUNDS)))
 
     def at(self, positions: npt.ArrayLike) -> Ids:
         """Returns the ids at these positions, any shape, int64.
@@ -157,10 +134,10 @@ def _hash(source: Words, key: int, radix: int, out: Words, spare: Words) -> None
     np.add(source, np.uint64(key), out=out)
     np.right_shift(out, np.uint64(30), out=spare)
     np.bitwise_xor(out, spare, out=out)
-    np.multiply(out, np.uint64(_M1), out=out)
+    np.multiply(out, np.uint64(M1), out=out)
     np.right_shift(out, np.uint64(27), out=spare)
     np.bitwise_xor(out, spare, out=out)
-    np.multiply(out, np.uint64(_M2), out=out)
+    np.multiply(out, np.uint64(M2), out=out)
     np.right_shift(out, np.uint64(32), out=out)
     np.multiply(out, np.uint64(radix), out=out)
     np.right_shift(out, np.uint64(32), out=out)

@@ -168,6 +168,7 @@ def _parse_update(body: Mapping[str, Any]) -> UpdateLine:
         moved=None if moved is None else {name: _required(value) for name, value in moved.items()},
         steps=int(body.get("steps", 1)),
         seconds=_number(body.get("seconds")),
+        ids_digest=body.get("ids_digest"),
     )
 
 

@@ -17,16 +17,17 @@ from samerun.errors import Problem
 
 @dataclass(frozen=True, slots=True)
 class AccelerateOrder:
-    """A sampler's order as `Accelerator.prepare(DataLoader(...))` hands it to `num_processes` processes, padding included.
+    """A sampler's order as `Accelerator.prepare(DataLoader(...))` hands it to `num_processes` processes, padding
+    included.
 
-    Step k takes the next `step_samples` positions; process r gets the r-th contiguous part. What depends on the number of
-    processes is the tail of an epoch only: it is padded from the epoch's beginning (`even_batches`, the default), given to
-    the first processes only (`even_batches=False`), or dropped (`drop_last`). A run that was begun on P processes keeps P
-    here for good, whatever it is dealt to later.
+    Step k takes the next `step_samples` positions; process r gets the r-th contiguous part. What depends on the number
+    of processes is the tail of an epoch only: it is padded from the epoch's beginning (`even_batches`, the default),
+    given to the first processes only (`even_batches=False`), or dropped (`drop_last`). A run that was begun on P
+    processes keeps P here for good, whatever it is dealt to later.
 
     `base` is the sampler's own order: `RandomSamplerOrder.reseeded(length, seed)` for the seedable sampler, which the
-    Trainer uses (seed: `data_seed`, else `seed`), `SequentialOrder` without shuffling, `RandomSamplerOrder(length, seeds)`
-    for a plain `RandomSampler`.
+    Trainer uses (seed: `data_seed`, else `seed`), `SequentialOrder` without shuffling, `RandomSamplerOrder(length,
+    seeds)` for a plain `RandomSampler`.
 
     `batch_size` is what the DataLoader was built with: per process, or over all with `split_batches`. With
     `dispatch_batches` process 0 reads for all, and pads to a multiple of the processes, not of the step.
@@ -50,7 +51,7 @@ class AccelerateOrder:
 
     @property
     def step_samples(self) -> int:
-        """Samples over all processes of one step of the loader: one pass, not one update, where gradients accumulate."""
+        """Samples over all processes of one step of the loader: a pass, not an update, where gradients accumulate."""
         return self.batch_size if self.split_batches else self.batch_size * self.num_processes
 
     def num_samples(self, epoch: int) -> int:
@@ -84,7 +85,7 @@ class AccelerateOrder:
         return self.batch_size if self.dispatch_batches else self.step_samples
 
     def skipped(self, epoch: int, num_batches: int) -> int:
-        """Returns the position that `skip_first_batches(loader, num_batches)` goes to: committed samples, not batches."""
+        """Returns the position that `skip_first_batches(loader, num_batches)` goes to, in samples."""
         return min(num_batches * self.skip_samples, self.num_samples(epoch))
 
     def num_batches(self, epoch: int, position: int) -> int | None:

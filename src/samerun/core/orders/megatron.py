@@ -5,9 +5,9 @@ Derived from `megatron/training/datasets/data_samplers.py` (Megatron-LM main of 
 
 Both samplers know one number of the past, `consumed_train_samples`, and take the data-parallel size from the job at
 hand. The sequential one means the same samples by it at any size. The cyclic one does not: with `data_sharding` (the
-default) every rank shuffles a bucket of its own, so what the first `c` samples of an epoch *are* depends on the number of
-ranks and on the microbatch. Megatron itself, resumed at another size, goes on at the same count of another order. Here
-the order of the size at which the epoch began is kept, and dealt to any other.
+default) every rank shuffles a bucket of its own, so what the first `c` samples of an epoch *are* depends on the number
+of ranks and on the microbatch. Megatron itself, resumed at another size, goes on at the same count of another order.
+Here the order of the size at which the epoch began is kept, and dealt to any other.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class MegatronCyclicOrder:
     """`MegatronPretrainingRandomSampler` at the data-parallel size and microbatch under which it ran.
 
     Position `p` of an epoch belongs to microbatch step `p // (micro * dp)`; within a step the ranks come one after the
-    other, each with its whole microbatch. So the first `consumed_train_samples % num_samples` positions are exactly what
-    all ranks have consumed of the epoch. Epoch e is drawn with seed e: Megatron's sampler ignores `--seed`.
+    other, each with its whole microbatch. So the first `consumed_train_samples % num_samples` positions are exactly
+    what all ranks have consumed of the epoch. Epoch e is drawn with seed e: Megatron's sampler ignores `--seed`.
 
     With `data_sharding`, rank r owns ids r * bucket .. (r + 1) * bucket - 1 for a bucket of
     `length // (micro * dp) * micro`, and all ranks walk one permutation of the bucket. Without, the ranks take turns
@@ -114,8 +114,8 @@ def check_cyclic(order: MegatronCyclicOrder) -> Iterator[Problem]:
     """Yields SR-ORDER-RAGGED where Megatron's own ranks would leave the epoch at different steps.
 
     Without data sharding the permutation is longer than the whole steps are, and ranks r = 0, 1, ... may still fill a
-    microbatch from what is left while the last rank cannot. They take it, count it as consumed, and begin the next epoch
-    one step late, with the next seed.
+    microbatch from what is left while the last rank cannot. They take it, count it as consumed, and begin the next
+    epoch one step late, with the next seed.
     """
     if order.data_sharding:
         return

@@ -2,8 +2,8 @@
 
 torch's CPU generator is MT19937 (Matsumoto and Nishimura 1998), seeded by `init_genrand` with the lower 32 bits of the
 seed; `randperm` is a Fisher-Yates shuffle that takes `random() % (n - i)` for each place i (ATen
-`native/TensorFactories.cpp`, torch 2.13.0). A job that has torch passes its own function instead (`samerun.train.draw`):
-same numbers, 50 times as fast.
+`native/TensorFactories.cpp`, torch 2.13.0). A job that has torch passes its own function instead
+(`samerun.train.draw`): same numbers, 50 times as fast.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From one order into another in the middle of an epoch: exactly, or with the bound and the ids.
 
-`RemainderOrder` is the exact way: it goes on with whatever of the epoch was not consumed, in an order of choice, and with
-that order from the next epoch on. `compare_switch` tells what a framework does to itself when it takes the same count of
-consumed samples into another order.
+`RemainderOrder` is the exact way: it goes on with whatever of the epoch was not consumed, in an order of choice, and
+with that order from the next epoch on. `compare_switch` tells what a framework does to itself when it takes the same
+count of consumed samples into another order.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from samerun.core.order import GlobalOrder, Ids, require_span
 class RemainderOrder:
     """An order whose epoch `epoch` is what of `after`'s epoch is not among `consumed`, and which is `after` otherwise.
 
-    The remainder keeps `after`'s sequence. Ids count as often as they occur: a sample that `after` pads the epoch with is
-    consumed by one occurrence at a time, and padding is given up last. Ids that were consumed and that `after` does not
-    have in that epoch (it dropped another tail) are not asked for again. Position 0 of the epoch is the first sample that
-    is not consumed yet.
+    The remainder keeps `after`'s sequence. Ids count as often as they occur: a sample that `after` pads the epoch with
+    is consumed by one occurrence at a time, and padding is given up last. Ids that were consumed and that `after` does
+    not have in that epoch (it dropped another tail) are not asked for again. Position 0 of the epoch is the first
+    sample that is not consumed yet.
 
     Attributes:
         after: the order that goes on.

@@ -9,6 +9,7 @@ ranges, which any number of readers can share without a message between them.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,21 +67,21 @@ def check_cursors(lengths: Mapping[str, int], cursors: Sequence[ShardCursor]) ->
                     where=where,
                     expected="a shard that is there" if length is None else f"{part.start} to {min(part.stop, length)}",
                     found=cursor.position,
-                    hint="the shard list or a shard's length changed since the save; position and data must be one pair",
+                    hint="the shard list or a shard's length changed since the save",
                 )
             )
             continue
         given[part.shard].append((part.start, part.stop, cursor.reader))
     for shard, parts in given.items():
         parts.sort()
-        for (_, stop, first), (start, _, second) in zip(parts, parts[1:], strict=False):
+        for (_, stop, first), (start, _, second) in itertools.pairwise(parts):
             if start < stop:
                 problems.append(
                     Problem(
                         "SR-ORDER-OVERLAP",
                         f"{first} and {second} were given the same samples",
                         where={"key": f"{shard}[{start}:{stop}]"},
-                        hint="their samples were consumed twice before the save; one rank's cursor was copied to another",
+                        hint="their samples were consumed twice; was one rank's cursor copied to another?",
                     )
                 )
     unread = sum(lengths[shard] - sum(stop - start for start, stop, _ in given.get(shard, ())) for shard in lengths)
@@ -124,10 +125,11 @@ def remaining_ranges(lengths: Mapping[str, int], cursors: Sequence[ShardCursor])
 class RangeOrder:
     """An order over ranges of shards; an id is the sample's number when all shards stand one behind the other.
 
-    Epoch `epoch` walks `ranges` (what remains after a move); every other epoch walks all of `lengths`. Positions are dealt
-    across `lanes` ranges at a time, one sample from each in turn, so that neighbouring samples come from different
-    shards and `lanes` readers stay on shards of their own while every reader can still compute every position.
-    `lanes=1` is plain sequence. `seed` shuffles the sequence of the ranges (not of samples), anew in every epoch.
+    Epoch `epoch` walks `ranges` (what remains after a move); every other epoch walks all of `lengths`. Positions are
+    dealt across `lanes` ranges at a time, one sample from each in turn, so that neighbouring samples come from
+    different shards and `lanes` readers stay on shards of their own while every reader can still compute every
+    position. `lanes=1` is plain sequence. `seed` shuffles the sequence of the ranges (not of samples), anew in every
+    epoch.
 
     Memory is one row per range; a position costs a binary search.
     """

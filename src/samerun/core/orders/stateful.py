@@ -1,7 +1,8 @@
 """What torchdata's `StatefulDataLoader` saved on each rank, as one position (torchdata 0.11.0, map-style data).
 
 A rank's state counts the batches which that rank's loader had given out. It says neither how many ranks there were nor
-how large a batch was, and it says "given out", not "committed": save it right after the last update's batches were used.
+how large a batch was, and it says "given out", not "committed": save it right after the last update's batches were
+used.
 """
 
 from __future__ import annotations
