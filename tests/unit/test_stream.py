@@ -154,6 +154,7 @@ def test_the_seed_that_a_random_sampler_takes() -> None:
             order.ids(1, 0, 20)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torchdata's own
 @pytest.mark.parametrize("workers", [0, 2])
 def test_inside_torchdatas_stateful_loader(workers: int) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
