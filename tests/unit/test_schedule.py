@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler as lrs
 
 from samerun.catalog import load_catalog
+from samerun.cli.batch import command as batch
 from samerun.core.batch import RampUp, check_ramp, cost_of, deal_tokens, plan_batch
 from samerun.core.schedule import check_rates, parse_schedule, stride_of
+from samerun.core.state import LogicalState, ParamGroup
 from samerun.errors import UsageError
+from samerun.plan.batch import LearningRatePlan
+from samerun.plan.schedule import PlannedRates, plan_rates
 from samerun.train.schedule import next_rates
 
 Make = Callable[[torch.optim.Optimizer], Any]
@@ -187,3 +196,49 @@ def test_what_an_option_costs() -> None:
     assert cost.schedule_samples == 200 * 256 + 800 * 260
     assert cost.schedule_updates == 200 + 800 * 256 / 260
     assert cost_of(changed, 256).to_json()["updates_left"] is None
+
+
+class TestVerbs:
+    def test_what_options_cost(self, tmp_path: Path) -> None:
+        lengths = tmp_path / "lengths.txt"
+        lengths.write_text("\n".join(map(str, [9, 3, 5, 7, 2, 2])))
+        words = ["--global-batch", "256", "--replicas", "10", "--max-microbatch", "2", "--samples-left", "1000"]
+        words += ["--eval-every", "65", "--schedule-updates", "1000", "--updates-done", "200"]
+        shown = CliRunner().invoke(batch, words, catch_exceptions=False).output
+        assert "eval: samples" in shown
+        found = json.loads(CliRunner().invoke(batch, [*words, "--json"], catch_exceptions=False).stdout)
+        costs = {option["global_batch"]: option["cost"] for option in found["options"]}
+        assert costs[260]["eval_updates"] == 64
+        assert costs[256]["updates_left"] == 4
+        words = ["--global-batch", "28", "--replicas", "2", "--max-microbatch", "10", "--unit", "tokens"]
+        words += ["--lengths", str(lengths)]
+        done = CliRunner().invoke(batch, words, catch_exceptions=False)
+        assert "measured: 28 tokens in 2 passes" in done.output
+        assert "SR-BATCH-TOKENS" not in done.output
+        body = json.loads(CliRunner().invoke(batch, [*words, "--json"], catch_exceptions=False).stdout)
+        assert sum(map(sum, body["token_dealing"]["tokens"])) == 28
+
+    def test_rates_of_a_checkpoint(self) -> None:
+        optimizer, scheduler = build(SCHEDULERS["cosine"])
+        run(optimizer, scheduler, 3)
+        groups = tuple(
+            ParamGroup(params=(), hyperparameters={"lr": group["lr"], "initial_lr": group["initial_lr"]})
+            for group in optimizer.param_groups
+        )
+        state = LogicalState(tensors={}, groups=groups, scheduler=scheduler.state_dict())
+        real = run(optimizer, scheduler, 20)
+
+        def rates(policy: LearningRatePlan, of: LogicalState = state) -> PlannedRates:
+            return plan_rates(of, policy, 4, old_batch=32, new_batch=64)
+
+        kept = rates(LearningRatePlan())
+        assert (kept.kind, len(kept.rates), kept.first_update) == ("CosineAnnealingLR", 20, 4)
+        assert check_rates(kept.rates, real, first_update=4) == []
+        doubled = rates(LearningRatePlan(policy="linear", factor=2.0))
+        assert check_rates(doubled.rates, [[2 * rate for rate in each] for each in real], first_update=4) == []
+        assert rates(LearningRatePlan(policy="value", factor=None, value=0.04)).rates[0][0] == doubled.rates[0][0]
+        bare = replace(state, scheduler=None)
+        assert rates(LearningRatePlan(), bare).to_json()["schedule"] == "constant"
+        unknown = rates(LearningRatePlan(), replace(state, scheduler={"last_epoch": 3, "lr_lambdas": [None]}))
+        assert unknown.rates == ()
+        assert "LambdaLR" in str(unknown.why_not)

@@ -11,11 +11,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from samerun.train.contribution import ContributionMean
     from samerun.train.recorder import Recorder
+    from samerun.train.rng import KeyedDropout, SampleKeys, use_keyed_dropout
     from samerun.train.sampler import ElasticSampler
+    from samerun.train.stream import ElasticStream
 
-__all__ = ["ContributionMean", "ElasticSampler", "Recorder"]
+__all__ = [
+    "ContributionMean",
+    "ElasticSampler",
+    "ElasticStream",
+    "KeyedDropout",
+    "Recorder",
+    "SampleKeys",
+    "use_keyed_dropout",
+]
 
-_HOME = {"ContributionMean": "contribution", "ElasticSampler": "sampler", "Recorder": "recorder"}
+_HOME = {
+    "ContributionMean": "contribution",
+    "ElasticSampler": "sampler",
+    "ElasticStream": "stream",
+    "KeyedDropout": "rng",
+    "Recorder": "recorder",
+    "SampleKeys": "rng",
+    "use_keyed_dropout": "rng",
+}
 
 
 def __getattr__(name: str) -> Any:
