@@ -20,11 +20,10 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "elastic" / "train.py"
 UPDATES = 22
-EPS = 2.0**-23
-LOSS_BOUND = 100 * EPS * UPDATES
-"""Relative. One fp32 sum of n terms in another order moves by at most n * eps of their absolute sum (Higham 2002, 4.2),
-typically sqrt(n); here n is about 150 tokens per update, sqrt(n) about 12, and each update adds its own. A lost or
-repeated sample, or another mask, moves a loss by 1e-3 and more."""
+LOSS_BOUND = 16 * 2.0**-23
+"""Relative. A sum of fp32 terms in another order moves by a few units of rounding, about sqrt(n) of n terms (Higham,
+2002, 4.2; here n is 150 tokens, and ranks add in fp64): 6.5e-8 was the most measured, over 22 updates. A lost or repeated
+sample, or another mask, moves a loss by 1e-3 and more."""
 
 
 def example() -> ModuleType:
@@ -92,7 +91,6 @@ def test_killed_and_moved_five_times(tmp_path: Path) -> None:
         wanted, found = alone.lead.update(line.update), traces[line.at].lead.update(line.update)
         assert wanted is not None
         assert found is not None
-        print(line.update, found.loss, abs(found.loss - wanted.loss) / wanted.loss)
         assert found.loss == pytest.approx(wanted.loss, rel=LOSS_BOUND)
         assert found.lr == wanted.lr
     losses = [line.loss for line in alone.lead.updates]

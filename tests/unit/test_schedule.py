@@ -105,7 +105,7 @@ def test_the_next_twenty_rates_are_those_that_torch_uses(name: str, done: int) -
     assert schedule.position == done
     assert check_rates(schedule.next_rates(20), real, first_update=done + 1) == []
     late = schedule.next_rates(21)[1:]
-    if name not in ("constant", "step", "multistep"):
+    if all(a != b for a, b in itertools.pairwise(real)):
         assert [p.code for p in check_rates(late, real, first_update=done + 1)] == ["SR-SCHEDULE-RATE"]
 
 
