@@ -22,8 +22,8 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "elastic" / "train.py"
 UPDATES = 22
 LOSS_BOUND = 16 * 2.0**-23
 """Relative. A sum of fp32 terms in another order moves by a few units of rounding, about sqrt(n) of n terms (Higham,
-2002, 4.2; here n is 150 tokens, and ranks add in fp64): 6.5e-8 was the most measured, over 22 updates. A lost or repeated
-sample, or another mask, moves a loss by 1e-3 and more."""
+2002, 4.2; here n is 150 tokens, and ranks add in fp64): 6.5e-8 was the most measured, over 22 updates. A lost or
+repeated sample, or another mask, moves a loss by 1e-3 and more."""
 
 
 def example() -> ModuleType:
