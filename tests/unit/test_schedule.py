@@ -225,7 +225,7 @@ class TestVerbs:
             ParamGroup(params=(), hyperparameters={"lr": group["lr"], "initial_lr": group["initial_lr"]})
             for group in optimizer.param_groups
         )
-        state = LogicalState(tensors={}, groups=groups, scheduler=scheduler.state_dict())
+        state = LogicalState(format="dcp", tensors={}, groups=groups, scheduler=scheduler.state_dict())
         real = run(optimizer, scheduler, 20)
 
         def rates(policy: LearningRatePlan, of: LogicalState = state) -> PlannedRates:

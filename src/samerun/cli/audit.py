@@ -49,8 +49,9 @@ def command(
     if the samples are not those of the order, each exactly once.
 
     \b
-    samerun audit ledger-1 ledger-2 ledger-3 --order distributed:samples=1000,seed=0,replicas=4
-    samerun audit trace --order megatron-cyclic:samples=100000,micro=2,dp=16 --json
+    samerun audit ledger-1 ledger-2 ledger-3 \\
+                  --order distributed:samples=1000,seed=0,replicas=4
+    samerun audit trace --order megatron-cyclic:samples=99840,micro=2,dp=16
 
     \b
     Orders, with their arguments (defaults in parentheses):

@@ -104,7 +104,7 @@ def words(key: StreamKey, start: int, stop: int) -> Words:
 
 def uniforms(key: StreamKey, start: int, stop: int) -> npt.NDArray[np.float64]:
     """Returns numbers start..stop-1 of a stream in [0, 1): the upper 53 bits, as `Generator.random` makes them."""
-    return (words(key, start, stop) >> np.uint64(11)) * 2.0**-53
+    return (words(key, start, stop) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def generator(seed: int, *, epoch: int = 0, sample: int = 0, operation: str = "") -> np.random.Generator:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from samerun.errors import Problem, UsageError
 
@@ -33,7 +33,7 @@ class Schedule:
     kind: str
     base: tuple[float, ...]
     position: int
-    arguments: Mapping[str, float]
+    arguments: Mapping[str, Any]
     parts: tuple[Schedule, ...] = ()
     milestones: tuple[int, ...] = ()
     peaks: tuple[tuple[float, float, float], ...] = ()
@@ -82,12 +82,12 @@ def stride_of(progress: Progress, old_batch: int, new_batch: int) -> float:
     return 1.0 if progress == "updates" else new_batch / old_batch
 
 
-def _cosine(base: float, at: float, given: Mapping[str, float]) -> float:
+def _cosine(base: float, at: float, given: Mapping[str, Any]) -> float:
     low = given["eta_min"]
     return low + (base - low) * (1 + math.cos(math.pi * at / given["T_max"])) / 2
 
 
-def _restarts(base: float, at: float, given: Mapping[str, float]) -> float:
+def _restarts(base: float, at: float, given: Mapping[str, Any]) -> float:
     length, factor = given["T_0"], given["T_mult"]
     if factor == 1:
         within, period = at % length, length
@@ -98,27 +98,41 @@ def _restarts(base: float, at: float, given: Mapping[str, float]) -> float:
     return low + (base - low) * (1 + math.cos(math.pi * within / period)) / 2
 
 
-def _linear(base: float, at: float, given: Mapping[str, float]) -> float:
+def _linear(base: float, at: float, given: Mapping[str, Any]) -> float:
     first, last, total = given["start_factor"], given["end_factor"], given["total_iters"]
     return base * (first + (last - first) * min(total, at) / total)
 
 
-def _polynomial(base: float, at: float, given: Mapping[str, float]) -> float:
+def _polynomial(base: float, at: float, given: Mapping[str, Any]) -> float:
     total = given["total_iters"]
     return base * (1 - min(total, at) / total) ** given["power"]
 
 
-_FORMULAS: dict[str, Any] = {
-    "StepLR": lambda base, at, given: base * given["gamma"] ** (at // given["step_size"]),
-    "ExponentialLR": lambda base, at, given: base * given["gamma"] ** at,
-    "ConstantLR": lambda base, at, given: base * (given["factor"] if at < given["total_iters"] else 1.0),
+def _step(base: float, at: float, given: Mapping[str, Any]) -> float:
+    return base * given["gamma"] ** (at // given["step_size"])
+
+
+def _multi_step(base: float, at: float, given: Mapping[str, Any]) -> float:
+    return base * given["gamma"] ** sum(count for mark, count in given["marks"] if mark <= at)
+
+
+def _exponential(base: float, at: float, given: Mapping[str, Any]) -> float:
+    return base * given["gamma"] ** at
+
+
+def _constant(base: float, at: float, given: Mapping[str, Any]) -> float:
+    return base * (given["factor"] if at < given["total_iters"] else 1.0)
+
+
+_FORMULAS: dict[str, Callable[[float, float, Mapping[str, Any]], float]] = {
+    "StepLR": _step,
+    "MultiStepLR": _multi_step,
+    "ExponentialLR": _exponential,
+    "ConstantLR": _constant,
     "LinearLR": _linear,
     "PolynomialLR": _polynomial,
     "CosineAnnealingLR": _cosine,
     "CosineAnnealingWarmRestarts": _restarts,
-    "MultiStepLR": lambda base, at, given: (
-        base * given["gamma"] ** sum(int(count) for mark, count in given["marks"] if mark <= at)
-    ),  # type: ignore[attr-defined]
 }
 
 _NEEDS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -160,7 +174,7 @@ def parse_schedule(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
         raise _unknown("it has no base rates")
     if "milestones" in state and "gamma" in state:
         marks = sorted((int(mark), int(count)) for mark, count in dict(state["milestones"]).items())
-        return Schedule("MultiStepLR", base, position, cast("Any", {"gamma": float(state["gamma"]), "marks": marks}))
+        return Schedule("MultiStepLR", base, position, {"gamma": float(state["gamma"]), "marks": marks})
     for kind, names in _NEEDS:
         if all(name in state for name in names):
             return Schedule(kind, base, position, {name: float(state[name]) for name in names})

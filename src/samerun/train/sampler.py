@@ -41,7 +41,16 @@ from samerun.core.mesh import Layout
 from samerun.core.order import GlobalOrder, Ids, check_order
 from samerun.core.orders.distributed import DistributedSamplerOrder
 from samerun.core.orders.randperm import Draw
-from samerun.core.progress import Committed, LastBatch, UpdateSpan, after, next_update, replica_ids, seek
+from samerun.core.progress import (
+    Committed,
+    LastBatch,
+    UpdateSpan,
+    after,
+    check_phase,
+    next_update,
+    replica_ids,
+    seek,
+)
 from samerun.errors import FormatError, Problem, UsageError, VerificationError
 from samerun.train.draw import torch_draw
 from samerun.train.sampler_checks import (
@@ -124,6 +133,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._committed = Committed()
         self._exhausted_at: Committed | None = None
         self._begin: torch.Tensor | None = None
+        self._current: Update | None = None
         require_some_update(self.order, global_batch, last_batch)
 
     @classmethod
@@ -174,6 +184,7 @@ class ElasticSampler(Sampler[list[int]]):
             The new position.
         """
         self._committed = after(self._committed, self._span(), tokens=tokens, skipped=skipped)
+        self._current = None
         return self._committed
 
     def seek(self, num_updates: int) -> Committed:
@@ -184,8 +195,14 @@ class ElasticSampler(Sampler[list[int]]):
         return self._go_to(seek(self.order, num_updates, self.global_batch, self.last_batch))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position and the order's identity: equal on every rank, independent of their number."""
-        return {"schema": SCHEMA, **self._committed.to_json(), "order": self.order.identity()}
+        """Returns the position and the order's identity: equal on every rank, independent of their number.
+
+        Within an update of `updates` it also tells how many of its passes were taken (`passes_taken`): loading it
+        issues the update again from its first pass, with a warning.
+        """
+        taken = self._current.passes - self._current.passes_left if self._current else 0
+        phase = {"passes_taken": taken} if taken else {}
+        return {"schema": SCHEMA, **self._committed.to_json(), **phase, "order": self.order.identity()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes to a saved position. Iterators made before go on where they were: make a new one.
@@ -211,6 +228,9 @@ class ElasticSampler(Sampler[list[int]]):
                     found=committed.samples_in_epoch,
                 )
             )
+        for problem in check_phase(state_dict):
+            warnings.warn(f"{problem.code}: {problem.message}; {problem.hint}", stacklevel=2)
+        self._current = None
         self._go_to(committed)
 
     def __len__(self) -> int:
@@ -255,6 +275,7 @@ class ElasticSampler(Sampler[list[int]]):
             if until is not None and self._committed.update >= until:
                 return
             update = Update(self._committed.update + 1, span, self._dealing(span.num_samples), self._ids(span), stream)
+            self._current = update
             yield update
             expected = _place(after(before, span))
             if _place(self._committed) == _place(before):

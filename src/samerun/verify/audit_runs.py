@@ -257,7 +257,7 @@ def _before(order: GlobalOrder, begin: Committed, epoch: int) -> list[Any]:
 
 def _renumber(audit: Audit, updates: Sequence[int]) -> Audit:
     """Attempts were numbered one by one, since a skipped update shares its index; here they get their indices back."""
-    lists = {
+    lists: dict[str, Any] = {
         name: tuple((updates[number], item) for number, item in getattr(audit, name))
         for name in ("replayed", "omitted", "pending", "overlap", "other")
     }
@@ -270,7 +270,11 @@ def check_runs(
 ) -> list[Problem]:
     """Returns every finding about a run's samples: the multisets', and SR-AUDIT-* about the traces as evidence."""
     merged = Audit(
-        **{name: tuple(audit.items(name)) for name in ("replayed", "omitted", "pending", "overlap", "other")},
+        replayed=tuple(audit.items("replayed")),
+        omitted=tuple(audit.items("omitted")),
+        pending=tuple(audit.items("pending")),
+        overlap=tuple(audit.items("overlap")),
+        other=tuple(audit.items("other")),
         first_difference=min(
             (a.first_difference for a in audit.epochs if a.first_difference is not None), default=None
         ),
