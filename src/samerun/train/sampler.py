@@ -61,7 +61,7 @@ from samerun.train.sampler_checks import (
     require_own,
     require_some_update,
 )
-from samerun.train.update import Microbatch, Update, early_commit, uncommitted
+from samerun.train.update import Microbatch, Phase, Update, early_commit, uncommitted
 
 __all__ = ["ElasticSampler", "Microbatch", "TorchDistributedOrder", "Update"]
 
@@ -133,7 +133,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._committed = Committed()
         self._exhausted_at: Committed | None = None
         self._begin: torch.Tensor | None = None
-        self._current: Update | None = None
+        self._phase = Phase()
         require_some_update(self.order, global_batch, last_batch)
 
     @classmethod
@@ -184,7 +184,7 @@ class ElasticSampler(Sampler[list[int]]):
             The new position.
         """
         self._committed = after(self._committed, self._span(), tokens=tokens, skipped=skipped)
-        self._current = None
+        self._phase = Phase()
         return self._committed
 
     def seek(self, num_updates: int) -> Committed:
@@ -200,7 +200,7 @@ class ElasticSampler(Sampler[list[int]]):
         Within an update of `updates` it also tells how many of its passes were taken (`passes_taken`): loading it
         issues the update again from its first pass, with a warning.
         """
-        taken = self._current.passes - self._current.passes_left if self._current else 0
+        taken = self._phase.passes_taken
         phase = {"passes_taken": taken} if taken else {}
         return {"schema": SCHEMA, **self._committed.to_json(), **phase, "order": self.order.identity()}
 
@@ -230,7 +230,7 @@ class ElasticSampler(Sampler[list[int]]):
             )
         for problem in check_phase(state_dict):
             warnings.warn(f"{problem.code}: {problem.message}; {problem.hint}", stacklevel=2)
-        self._current = None
+        self._phase = Phase()
         self._go_to(committed)
 
     def __len__(self) -> int:
@@ -275,7 +275,7 @@ class ElasticSampler(Sampler[list[int]]):
             if until is not None and self._committed.update >= until:
                 return
             update = Update(self._committed.update + 1, span, self._dealing(span.num_samples), self._ids(span), stream)
-            self._current = update
+            self._phase = update.phase
             yield update
             expected = _place(after(before, span))
             if _place(self._committed) == _place(before):

@@ -34,6 +34,13 @@ class Microbatch:
         return not self.ids
 
 
+@dataclass(slots=True)
+class Phase:
+    """How many passes of an update were taken. The sampler keeps this, and not the update, which holds the loader."""
+
+    passes_taken: int = 0
+
+
 class Update:
     """One update of one replica: iterate it once for its `passes` microbatches.
 
@@ -43,6 +50,7 @@ class Update:
         dealing: how they are dealt; `dealing.passes` is the number of passes.
         ids: this replica's sample ids by pass.
         epoch: the epoch in which the update ends.
+        phase: how many of its passes were taken.
     """
 
     def __init__(self, number: int, span: UpdateSpan, dealing: Dealing, ids: Sequence[Ids], stream: Iterator[Any]):
@@ -52,7 +60,7 @@ class Update:
         self.dealing = dealing
         self.ids = tuple(tuple(part.tolist()) for part in ids)
         self._stream = stream
-        self._taken = 0
+        self.phase = Phase()
 
     @property
     def passes(self) -> int:
@@ -68,9 +76,9 @@ class Update:
         return self
 
     def __next__(self) -> Microbatch:
-        if self._taken == self.passes:
+        if self.phase.passes_taken == self.passes:
             raise StopIteration
-        self._taken += 1
+        self.phase.passes_taken += 1
         try:
             batch = next(self._stream)
         except StopIteration:
@@ -82,12 +90,12 @@ class Update:
                     hint="give `updates` a DataLoader with batch_sampler=sampler and nothing that shortens it",
                 )
             ) from None
-        return Microbatch(batch, self.ids[self._taken - 1])
+        return Microbatch(batch, self.ids[self.phase.passes_taken - 1])
 
     @property
     def passes_left(self) -> int:
         """Microbatches not yet taken."""
-        return self.passes - self._taken
+        return self.passes - self.phase.passes_taken
 
 
 def uncommitted(number: int) -> Problem:
