@@ -166,6 +166,20 @@ def test_evidence_that_is_missing_or_damaged(tmp_path: Path) -> None:
     assert run([write(tmp_path / "f", updates(ORDER, 2, 4, 2))], "--order", TEXT)[1]["exactly_once"]
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("sample_ids", "[1.5]"), ("sample_ids", "7"), ("ids_digest", '"12"'), ("ids_digest", "3")]
+)
+def test_a_garbled_line_is_told_and_no_crash(tmp_path: Path, field: str, value: str) -> None:
+    directory = write(tmp_path / "a", updates(ORDER, 0, 2, 1))
+    file = directory / "rank-00000.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[1][field] = json.loads(value)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, _, codes = run([directory], "--order", TEXT)
+    assert code == 1
+    assert "SR-TRACE-LINE" in codes
+
+
 def test_every_code_is_in_the_catalogue() -> None:
     names = ("BEGIN", "GAP", "ROLLBACK", "DIGEST", "SET", "IDS", "PADDING")
     assert {f"SR-AUDIT-{name}" for name in names} <= set(load_catalog())

@@ -33,7 +33,10 @@ def ids_digest(ids: Iterable[int | str]) -> str:
     first = second = 0
     for item in ids:
         if isinstance(item, str):
-            word, keys = int.from_bytes(blake2b(item.encode(), digest_size=8).digest(), "big") + 1, _TEXT
+            word, keys = (
+                int.from_bytes(blake2b(item.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") + 1,
+                _TEXT,
+            )
         else:
             word, keys = item, _NUMBER
         word &= MASK
