@@ -62,19 +62,22 @@ def command(
     known_unit = "tokens" if unit == "tokens" else "samples"
     options = plan_batch(global_batch, count, max_microbatch, source=equation, unit=known_unit)
     question = {"samples_left": samples_left, "eval_every": eval_every, "schedule_updates": schedule_updates}
+    asked = any(value is not None for value in question.values())
     costs = [cost_of(option, global_batch, **question, updates_done=updates_done) for option in options]
     tokens = None if lengths is None else deal_tokens(_read_lengths(lengths), count, max_microbatch)
     if tokens is not None:
         problems = [problem for problem in problems if problem.code != "SR-BATCH-TOKENS"]  # they were measured
     if as_json:
         body = {"target": global_batch, "unit": unit, "replicas": count}
-        listed = [option.to_json() | {"cost": cost.to_json()} for option, cost in zip(options, costs, strict=True)]
+        listed = [option.to_json() for option in options]
+        if asked:
+            listed = [each | {"cost": cost.to_json()} for each, cost in zip(listed, costs, strict=True)]
         body |= {"options": listed, "problems": [item.to_json() for item in problems]}
         emit_json("batch", body | ({"token_dealing": tokens.to_json()} if tokens else {}))
         return
     print_equation(global_batch, count, max_microbatch, unit, equation)
     print_options(options, unit)
-    if any(value is not None for value in question.values()):
+    if asked:
         _print_costs(options, costs)
     if tokens is not None:
         used = tokens.utilisation(max_microbatch)
