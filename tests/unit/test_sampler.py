@@ -19,7 +19,7 @@ from samerun.catalog import load_catalog
 from samerun.core.batch import Dealing, deal
 from samerun.core.mesh import Layout
 from samerun.core.order import ExplicitOrder, GlobalOrder
-from samerun.core.progress import LastBatch
+from samerun.core.progress import LastBatch, check_phase
 from samerun.errors import FormatError, UsageError, VerificationError
 from samerun.train.sampler import ElasticSampler, TorchDistributedOrder
 
@@ -413,6 +413,26 @@ class TestFindings:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert list(sampler) == first[2:]
+
+    def test_a_save_within_an_update_is_told(self) -> None:
+        def build() -> ElasticSampler:
+            return ElasticSampler(12, global_batch=4, replicas=1, replica=0, max_microbatch=2)
+
+        sampler = build()
+        for update in sampler.updates(DataLoader(range(12), batch_sampler=sampler), until=2):  # type: ignore[arg-type]
+            assert "passes_taken" not in sampler.state_dict()
+            next(update)
+            within = sampler.state_dict()
+            list(update)
+            sampler.commit()
+            assert "passes_taken" not in sampler.state_dict()
+        assert within["passes_taken"] == 1
+        assert [problem.code for problem in check_phase(within)] == ["SR-ORDER-PHASE"]
+        again = build()
+        with pytest.warns(UserWarning, match="SR-ORDER-PHASE"):
+            again.load_state_dict(within)
+        assert again.committed.samples == 4
+        assert "SR-ORDER-PHASE" in load_catalog()
 
     def test_every_code_is_catalogued(self) -> None:
         catalog = load_catalog()

@@ -29,6 +29,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "judge": ("judge", "Promote, reject or abstain, with the reasons."),
     "report": ("report", "One self-contained HTML page with the pictures."),
     "trace": ("trace", "Check and summarise what a job recorded."),
+    "audit": ("audit", "Samples replayed, omitted or shared, over all starts."),
     "explain": ("explain", "What a finding means and what to do about it."),
     "lab": ("lab", "Equal values, different continuations: try it in a browser."),
     "demo": ("demo", "All of the above on a small real run, on CPU."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -10,7 +11,7 @@ from samerun.cli.output import emit_json, print_problems, stdout_console
 from samerun.errors import Problem, UsageError, has_errors
 
 if TYPE_CHECKING:
-    from samerun.core.batch import BatchOption, Dealing, SourceBatch
+    from samerun.core.batch import BatchOption, Dealing, OptionCost, SourceBatch
 
 
 @click.command(name="batch")
@@ -26,6 +27,15 @@ if TYPE_CHECKING:
     show_default=True,
     help="What --global-batch counts; a number of tokens is never exact.",
 )
+@click.option(
+    "--lengths",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="With --unit tokens: a file with the measured valid tokens of each sample of one update, one number a line.",
+)
+@click.option("--samples-left", type=click.IntRange(min=0), help="Samples of the epoch that are not committed yet.")
+@click.option("--eval-every", type=click.IntRange(min=1), help="Updates between two evaluations.")
+@click.option("--schedule-updates", type=click.IntRange(min=1), help="Updates after which the schedule ends.")
+@click.option("--updates-done", type=click.IntRange(min=0), default=0, help="Committed updates.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, with every microbatch of every option.")
 def command(
     global_batch: int,
@@ -34,6 +44,11 @@ def command(
     max_microbatch: int,
     source: str | None,
     unit: str,
+    lengths: Path | None,
+    samples_left: int | None,
+    eval_every: int | None,
+    schedule_updates: int | None,
+    updates_done: int,
     as_json: bool,
 ) -> None:
     """List every honest way to deal a global batch, and what each needs and costs. Chooses none.
@@ -48,7 +63,7 @@ def command(
                   --from replicas=16,micro=2,accum=8
     samerun batch --global-batch 256 --layout tp=2,dp_shard=5 --max-microbatch 2
     """
-    from samerun.core.batch import check_batch, plan_batch
+    from samerun.core.batch import check_batch, cost_of, deal_tokens, plan_batch
 
     equation, problems = _source(source)
     count, wrong = _replicas(replicas, layout)
@@ -58,14 +73,53 @@ def command(
         raise UsageError(problems)
     known_unit = "tokens" if unit == "tokens" else "samples"
     options = plan_batch(global_batch, count, max_microbatch, source=equation, unit=known_unit)
+    question = {"samples_left": samples_left, "eval_every": eval_every, "schedule_updates": schedule_updates}
+    asked = any(value is not None for value in question.values())
+    costs = [cost_of(option, global_batch, **question, updates_done=updates_done) for option in options]
+    tokens = None if lengths is None else deal_tokens(_read_lengths(lengths), count, max_microbatch)
+    if tokens is not None:
+        problems = [problem for problem in problems if problem.code != "SR-BATCH-TOKENS"]  # they were measured
     if as_json:
         body = {"target": global_batch, "unit": unit, "replicas": count}
-        found = {"options": [option.to_json() for option in options], "problems": [item.to_json() for item in problems]}
-        emit_json("batch", {**body, **found})
+        listed = [option.to_json() for option in options]
+        if asked:
+            listed = [each | {"cost": cost.to_json()} for each, cost in zip(listed, costs, strict=True)]
+        body |= {"options": listed, "problems": [item.to_json() for item in problems]}
+        emit_json("batch", body | ({"token_dealing": tokens.to_json()} if tokens else {}))
         return
     print_equation(global_batch, count, max_microbatch, unit, equation)
     print_options(options, unit)
+    if asked:
+        _print_costs(options, costs)
+    if tokens is not None:
+        used = tokens.utilisation(max_microbatch)
+        click.echo(
+            f"measured: {tokens.num_tokens} tokens in {tokens.passes} passes, at most {tokens.max_tokens} at a time, "
+            f"{used:.1%} used, {tokens.num_empty} empty passes"
+        )
     print_problems(problems)
+
+
+def _read_lengths(file: Path) -> list[int]:
+    words = file.read_text(encoding="utf-8").replace(",", " ").split()
+    if wrong := [word for word in words if not (word.isascii() and word.isdigit())]:
+        raise UsageError(Problem("SR-BATCH-INVALID", f"{file} holds {wrong[0]!r}", expected="whole numbers of tokens"))
+    return list(map(int, words))
+
+
+def _print_costs(options: tuple[BatchOption, ...], costs: list[OptionCost]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("option")
+    for name in ("updates left", "eval: samples", "eval: updates", "schedule: samples", "schedule: updates"):
+        table.add_column(name, justify="right")
+    for option, cost in zip(options, costs, strict=True):
+        values = (cost.updates_left, cost.eval_samples, cost.eval_updates, cost.schedule_samples, cost.schedule_updates)
+        row = ["-" if value is None else f"{value:.10g}" for value in values]
+        table.add_row(f"{option.kind} {option.global_batch}", *row)
+    click.echo("\nwhat intervals in updates mean, and (updates) what keeps them in samples")
+    stdout_console().print(table)
 
 
 def _source(text: str | None) -> tuple[SourceBatch | None, list[Problem]]:

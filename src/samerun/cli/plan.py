@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from samerun.manifest.read import Document
     from samerun.plan.memory import MemoryEstimate
     from samerun.plan.migration import Decision, MigrationPlan
+    from samerun.plan.schedule import PlannedRates
 
 
 @click.command(name="plan")
@@ -86,11 +87,13 @@ def _plan(document: Document, state: LogicalState | None, output: Path | None, a
 
         write_atomic(output, json.dumps(plan.to_json(), indent=1) + "\n")
     problems = place_problems(document, plan.problems)
+    rates = _rates(document, state, plan)
     if as_json:
-        body = {**plan.to_json(), "decided": True, "questions": []}
+        body = {**plan.to_json(), "decided": True, "questions": [], "next_rates": rates.to_json()}
         emit_json("plan", body | {"problems": [problem.to_json() for problem in problems]})
     else:
         _print_plan(document, plan)
+        _print_rates(rates)
         print_problems(problems)
         click.echo(f"\nnext: samerun run {document.name}")
     return 0
@@ -167,6 +170,25 @@ def _print_plan(document: Document, plan: MigrationPlan) -> None:
     _print_memory(plan.memory)
     _heading("Decisions")
     _print_decisions(plan.decisions)
+
+
+def _rates(document: Document, state: LogicalState, plan: MigrationPlan) -> PlannedRates:
+    from samerun.plan.schedule import plan_rates
+
+    old = document.value("batch.global_batch")
+    batch = plan.batch.global_batch
+    return plan_rates(state, plan.learning_rate, plan.first_update, old_batch=old, new_batch=batch)
+
+
+def _print_rates(rates: PlannedRates) -> None:
+    _heading(f"Learning rate at the next updates ({rates.kind})" if rates.kind else "Learning rate at the next updates")
+    if rates.why_not:
+        click.echo(f"  not known: {rates.why_not}")
+        return
+    rows = [rates.rates[begin : begin + 5] for begin in range(0, len(rates.rates), 5)]
+    for number, row in enumerate(rows):
+        values = "  ".join(" ".join(f"{rate:.6g}" for rate in dict.fromkeys(group)) for group in row)
+        click.echo(f"  {rates.first_update + 5 * number:>8}  {values}")
 
 
 def _print_batch(document: Document, options: tuple[BatchOption, ...], chosen: BatchOption | None) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from samerun.core.batch import Dealing
 from samerun.core.order import GlobalOrder, Ids
-from samerun.errors import FormatError, Problem
+from samerun.errors import FormatError, Problem, Severity
 
 LastBatch = Literal["keep", "drop", "carry"]
 """What happens to the samples at an epoch's end that do not fill a global batch: a smaller update (`keep`), no update
@@ -64,6 +64,24 @@ class Committed:
         if wrong:
             raise FormatError(wrong)
         return cls(**values)
+
+
+def check_phase(state: Mapping[str, Any]) -> list[Problem]:
+    """Returns SR-ORDER-PHASE for a sampler's state that was saved within an update, after some of its passes."""
+    taken = _plain(state.get("passes_taken"))
+    if not taken:
+        return []
+    return [
+        Problem(
+            "SR-ORDER-PHASE",
+            f"the position was saved within an update, after {taken} of its passes",
+            severity=Severity.WARNING,
+            where={"key": "passes_taken"},
+            expected="a checkpoint between commit and the next update",
+            found=taken,
+            hint="the whole update is issued again: begin it with zero gradients, also if the checkpoint holds some",
+        )
+    ]
 
 
 def _plain(value: Any) -> Any:

@@ -45,7 +45,8 @@ class UpdateLine:
     `loss`, `grad_norm` (before clipping), `update_norm` and `lr` (per parameter group, as the step used it) are global
     and equal on every rank; `samples`, `tokens` and `sample_ids` are this rank's. `deltas` are the L2 norms of the
     change of a few named parameters; `moved` those of every parameter (rank 0, first update of a job). None: not
-    measured.
+    measured. `ids_digest` is the set digest of this rank's ids (`samerun.core.idset`), which stands also where the ids
+    themselves were not kept.
     """
 
     update: int
@@ -63,6 +64,7 @@ class UpdateLine:
     moved: Mapping[str, float] | None
     steps: int
     seconds: float | None
+    ids_digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ from samerun.errors import Problem, Severity, UsageError
 from samerun.trace.model import BoundaryLine, EndLine, EvalLine, Header, RankTrace, StateLine, Trace, UpdateLine
 from samerun.trace.write import KINDS, SCHEMA
 
+_IDS_DIGEST = re.compile("[0-9a-f]{32}")
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -150,6 +152,18 @@ def _required(value: Any) -> float:
     return number
 
 
+def _ids(value: Any) -> tuple[int | str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, int | str) for item in cast("list[Any]", value)):
+        raise ValueError("sample ids are whole numbers and texts")
+    return tuple(cast("list[int | str]", value))
+
+
+def _ids_digest(value: Any) -> str | None:
+    if value is not None and not (isinstance(value, str) and _IDS_DIGEST.fullmatch(value)):
+        raise ValueError("a set digest has 32 hexadecimal digits")
+    return value
+
+
 def _parse_update(body: Mapping[str, Any]) -> UpdateLine:
     moved = body.get("moved")
     return UpdateLine(
@@ -162,12 +176,13 @@ def _parse_update(body: Mapping[str, Any]) -> UpdateLine:
         skipped=bool(body.get("skipped", False)),
         samples=int(body["samples"]),
         tokens=None if body.get("tokens") is None else int(body["tokens"]),
-        sample_ids=tuple(body["sample_ids"]),
+        sample_ids=_ids(body["sample_ids"]),
         finite=bool(body["finite"]),
         deltas={name: _required(value) for name, value in (body.get("deltas") or {}).items()},
         moved=None if moved is None else {name: _required(value) for name, value in moved.items()},
         steps=int(body.get("steps", 1)),
         seconds=_number(body.get("seconds")),
+        ids_digest=_ids_digest(body.get("ids_digest")),
     )
 
 

@@ -11,15 +11,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from samerun.train.contribution import ContributionMean
     from samerun.train.recorder import Recorder
+    from samerun.train.rng import KeyedDropout, SampleKeys, use_keyed_dropout
     from samerun.train.sampler import ElasticSampler
     from samerun.train.sidecar import write_digests
+    from samerun.train.stream import ElasticStream
 
-__all__ = ["ContributionMean", "ElasticSampler", "Recorder", "write_digests"]
+__all__ = [
+    "ContributionMean",
+    "ElasticSampler",
+    "ElasticStream",
+    "KeyedDropout",
+    "Recorder",
+    "SampleKeys",
+    "use_keyed_dropout",
+    "write_digests",
+]
 
 _HOME = {
     "ContributionMean": "contribution",
     "ElasticSampler": "sampler",
+    "ElasticStream": "stream",
+    "KeyedDropout": "rng",
     "Recorder": "recorder",
+    "SampleKeys": "rng",
+    "use_keyed_dropout": "rng",
     "write_digests": "sidecar",
 }
 

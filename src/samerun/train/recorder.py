@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from samerun.core.idset import ids_digest
 from samerun.core.mesh import Layout
 from samerun.errors import Problem, UsageError
 from samerun.trace import SCHEMA, TraceWriter
@@ -58,7 +59,9 @@ class Recorder:
             pass over them: in `every` update, in the `window` updates after each `boundary("save", ...)` and after
             loading, which are those that a later move would be compared with (`after-save`), or `never`. A job that
             samerun launched always measures.
-        window: how many updates `after-save` measures.
+        window: how many updates `after-save` measures. keep_ids: False keeps each update's set digest of sample ids
+        only, 32 characters whatever the batch; such a ledger
+            can be audited against an order, and cannot be a control. A job that samerun launched always keeps them.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Recorder:
         *,
         norms: Norms = "after-save",
         window: int = 20,
+        keep_ids: bool = True,
         _launch: Launch | None = None,
     ) -> None:
         if norms not in ("every", "after-save", "never"):
@@ -80,6 +84,7 @@ class Recorder:
         self._norms: Norms = "every" if _launch is not None else norms
         self._window = window
         self._measure_left = window
+        self._keep_ids = keep_ids or _launch is not None
         self._writer: TraceWriter | None = None
         self._watch: StepWatch | None = None
         self._objects: dict[str, Any] = {}
@@ -94,7 +99,14 @@ class Recorder:
             self._guard.install()
 
     @classmethod
-    def from_env(cls, dir: str | Path | None = None, *, norms: Norms = "after-save", window: int = 20) -> Self:
+    def from_env(
+        cls,
+        dir: str | Path | None = None,
+        *,
+        norms: Norms = "after-save",
+        window: int = 20,
+        keep_ids: bool = True,
+    ) -> Self:
         """Returns a recorder for the stage that samerun launched this job for.
 
         Otherwise one that records into `dir` like `Recorder(dir)`, or, without `dir`, one that does nothing.
@@ -102,7 +114,7 @@ class Recorder:
         launch = read_launch(os.environ)
         if launch is not None:
             return cls(launch.trace_dir, _launch=launch)
-        return cls(dir, norms=norms, window=window)
+        return cls(dir, norms=norms, window=window, keep_ids=keep_ids)
 
     @property
     def active(self) -> bool:
@@ -278,7 +290,8 @@ class Recorder:
             "skipped": facts.steps == 0,
             "samples": len(ids) if samples is None else int(samples),
             "tokens": None if tokens is None else int(tokens),
-            "sample_ids": ids,
+            "sample_ids": ids if self._keep_ids else [],
+            "ids_digest": ids_digest(ids),
             "finite": all(value is None or math.isfinite(value) for value in (loss_value, norm, facts.update_norm)),
             "deltas": facts.deltas,
             "steps": facts.steps,

@@ -28,166 +28,51 @@ sample of the same update, no `collate_fn` needs to know, and the loop multiplie
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Literal, Self, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler, default_collate
+from torch.utils.data import Sampler, default_collate
 
-from samerun.core.batch import Dealing, check_batch, deal
+from samerun.core.batch import Dealing, deal
 from samerun.core.mesh import Layout
-from samerun.core.order import GlobalOrder, Ids, check_order, require_span
-from samerun.core.progress import Committed, LastBatch, UpdateSpan, after, next_update, replica_ids, seek
-from samerun.errors import FormatError, Problem, UsageError, VerificationError, has_errors
+from samerun.core.order import GlobalOrder, Ids, check_order
+from samerun.core.orders.distributed import DistributedSamplerOrder
+from samerun.core.orders.randperm import Draw
+from samerun.core.progress import (
+    Committed,
+    LastBatch,
+    UpdateSpan,
+    after,
+    check_phase,
+    next_update,
+    replica_ids,
+    seek,
+)
+from samerun.errors import FormatError, Problem, UsageError, VerificationError
+from samerun.train.draw import torch_draw
+from samerun.train.sampler_checks import (
+    Empty,
+    check_choices,
+    check_dealing,
+    check_order_arguments,
+    require_own,
+    require_some_update,
+)
+from samerun.train.update import Microbatch, Phase, Update, early_commit, uncommitted
 
-Empty = Literal["list", "placeholder"]
+__all__ = ["ElasticSampler", "Microbatch", "TorchDistributedOrder", "Update"]
 
 SCHEMA = "samerun/sampler/1"
 
 
-@lru_cache(maxsize=2)
-def _permutation(length: int, seed: int) -> Ids:
-    """What `DistributedSampler` draws for `seed` (its own plus the epoch): read-only, 8 bytes per sample."""
-    generator = torch.Generator()
-    generator.manual_seed(seed)
-    drawn: Ids = torch.randperm(length, generator=generator).numpy()
-    drawn.setflags(write=False)
-    return drawn
-
-
 @dataclass(frozen=True, slots=True)
-class TorchDistributedOrder:
-    """The order in which `torch.utils.data.DistributedSampler` (torch 2.13.0) hands out samples before it cuts by rank.
+class TorchDistributedOrder(DistributedSamplerOrder):
+    """`DistributedSamplerOrder` with the permutations drawn by torch itself: same ids, faster."""
 
-    Its permutation depends on seed + epoch only; the padding of an epoch's tail (or its drop) depends on the number of
-    ranks. So a run that was started with `DistributedSampler(num_replicas=R, ...)` keeps *that* R here for good,
-    whatever number of replicas it is dealt to later. With the default of 1 nothing is padded or dropped.
-
-    `length` is the data set's, `drop_last` the *sampler's* (cut the tail instead of padding it). `loader_batch` is the
-    batch size per rank if the run's *DataLoader* had `drop_last=True` and so never saw the last short batch of each
-    rank; else None.
-    """
-
-    length: int
-    seed: int = 0
-    shuffle: bool = True
-    drop_last: bool = False
-    num_replicas: int = 1
-    loader_batch: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.length < 1 or self.num_replicas < 1 or (self.loader_batch is not None and self.loader_batch < 1):
-            raise ValueError(f"length, num_replicas and loader_batch are whole numbers of at least 1: {self}")
-        if not self.num_samples(0):
-            raise ValueError(f"dropping the tail leaves no sample in an epoch: {self}")
-
-    def num_samples(self, epoch: int) -> int:
-        """Returns the positions of an epoch over all ranks, padding included; the same in every epoch."""
-        each = self.length // self.num_replicas if self.drop_last else -(-self.length // self.num_replicas)
-        if self.loader_batch is not None:
-            each -= each % self.loader_batch
-        return each * self.num_replicas
-
-    def ids(self, epoch: int, start: int, stop: int) -> Ids:
-        """Returns the ids at positions start..stop-1; padding starts the epoch's permutation over again."""
-        require_span(start, stop, self.num_samples(epoch))
-        if not self.shuffle:
-            return np.arange(start, stop, dtype=np.int64) % self.length
-        drawn = _permutation(self.length, self.seed + epoch)
-        return drawn[start:stop] if stop <= self.length else drawn[np.arange(start, stop) % self.length]
-
-    def identity(self) -> dict[str, Any]:
-        """Returns the arguments that decide the order. `seed` is None where nothing is shuffled."""
-        return {
-            "kind": "torch-distributed",
-            "num_samples": self.length,
-            "seed": self.seed if self.shuffle else None,
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
-            "num_replicas": self.num_replicas,
-            "loader_batch": self.loader_batch,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Microbatch:
-    """What one pass of one replica works on.
-
-    `ids` are the samples that count, in order. `batch` is what the loader made of them; when `ids` is empty it is what
-    the loader made of `[]` or of a placeholder, and must contribute zero.
-    """
-
-    batch: Any
-    ids: tuple[int, ...]
-
-    @property
-    def num_samples(self) -> int:
-        """Samples that count."""
-        return len(self.ids)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the pass runs only so that collectives match."""
-        return not self.ids
-
-
-class Update:
-    """One update of one replica: iterate it once for its `passes` microbatches.
-
-    Attributes:
-        number: the update's 1-based index, which it has once it is committed.
-        num_samples: samples over all replicas.
-        dealing: how they are dealt; `dealing.passes` is the number of passes.
-        ids: this replica's sample ids by pass.
-        epoch: the epoch in which the update ends.
-    """
-
-    def __init__(self, number: int, span: UpdateSpan, dealing: Dealing, ids: Sequence[Ids], stream: Iterator[Any]):
-        self.number = number
-        self.num_samples = span.num_samples
-        self.epoch = span.spans[-1].epoch
-        self.dealing = dealing
-        self.ids = tuple(tuple(part.tolist()) for part in ids)
-        self._stream = stream
-        self._taken = 0
-
-    @property
-    def passes(self) -> int:
-        """Passes of this update, the same on every replica."""
-        return self.dealing.passes
-
-    @property
-    def sample_ids(self) -> list[int]:
-        """This replica's ids over all passes, in order; what `Recorder.record(sample_ids=...)` wants."""
-        return [sample for part in self.ids for sample in part]
-
-    def __iter__(self) -> Iterator[Microbatch]:
-        return self
-
-    def __next__(self) -> Microbatch:
-        if self._taken == self.passes:
-            raise StopIteration
-        self._taken += 1
-        try:
-            batch = next(self._stream)
-        except StopIteration:
-            raise UsageError(
-                Problem(
-                    "SR-ORDER-LOADER",
-                    "the loader ended before the epoch did",
-                    where={"update": self.number},
-                    hint="give `updates` a DataLoader with batch_sampler=sampler and nothing that shortens it",
-                )
-            ) from None
-        return Microbatch(batch, self.ids[self._taken - 1])
-
-    @property
-    def passes_left(self) -> int:
-        """Microbatches not yet taken."""
-        return self.passes - self._taken
+    draw: Draw = field(default=torch_draw, compare=False, repr=False)
 
 
 class ElasticSampler(Sampler[list[int]]):
@@ -231,9 +116,9 @@ class ElasticSampler(Sampler[list[int]]):
     ) -> None:
         if max_microbatch is None and dealing is not None:
             max_microbatch = dealing.max_microbatch
-        problems = _check_choices(last_batch, empty)
-        problems += _check_dealing(global_batch, replicas, replica, max_microbatch, dealing)
-        problems += _check_order_arguments(order, seed, shuffle)
+        problems = check_choices(last_batch, empty)
+        problems += check_dealing(global_batch, replicas, replica, max_microbatch, dealing)
+        problems += check_order_arguments(order, seed, shuffle)
         if problems:
             raise UsageError(problems)
         self.order: GlobalOrder = TorchDistributedOrder(order, seed, shuffle) if isinstance(order, int) else order
@@ -248,7 +133,9 @@ class ElasticSampler(Sampler[list[int]]):
         self._positions = {global_batch: whole.replica_positions(replica)}
         self._committed = Committed()
         self._exhausted_at: Committed | None = None
-        _require_some_update(self.order, global_batch, last_batch)
+        self._begin: torch.Tensor | None = None
+        self._phase = Phase()
+        require_some_update(self.order, global_batch, last_batch)
 
     @classmethod
     def from_layout(cls, layout: Layout, rank: int, order: int | GlobalOrder, **arguments: Any) -> Self:
@@ -298,6 +185,7 @@ class ElasticSampler(Sampler[list[int]]):
             The new position.
         """
         self._committed = after(self._committed, self._span(), tokens=tokens, skipped=skipped)
+        self._phase = Phase()
         return self._committed
 
     def seek(self, num_updates: int) -> Committed:
@@ -305,12 +193,17 @@ class ElasticSampler(Sampler[list[int]]):
 
         For checkpoints of a run that saved no position, or used `DistributedSampler`; see `core.progress.seek`.
         """
-        self._committed = seek(self.order, num_updates, self.global_batch, self.last_batch)
-        return self._committed
+        return self._go_to(seek(self.order, num_updates, self.global_batch, self.last_batch))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position and the order's identity: equal on every rank, independent of their number."""
-        return {"schema": SCHEMA, **self._committed.to_json(), "order": self.order.identity()}
+        """Returns the position and the order's identity: equal on every rank, independent of their number.
+
+        Within an update of `updates` it also tells how many of its passes were taken (`passes_taken`): loading it
+        issues the update again from its first pass, with a warning.
+        """
+        taken = self._phase.passes_taken
+        phase = {"passes_taken": taken} if taken else {}
+        return {"schema": SCHEMA, **self._committed.to_json(), **phase, "order": self.order.identity()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes to a saved position. Iterators made before go on where they were: make a new one.
@@ -336,7 +229,10 @@ class ElasticSampler(Sampler[list[int]]):
                     found=committed.samples_in_epoch,
                 )
             )
-        self._committed = committed
+        for problem in check_phase(state_dict):
+            warnings.warn(f"{problem.code}: {problem.message}; {problem.hint}", stacklevel=2)
+        self._phase = Phase()
+        self._go_to(committed)
 
     def __len__(self) -> int:
         """Microbatches that an iteration begun now yields: what is left of the epoch."""
@@ -369,9 +265,10 @@ class ElasticSampler(Sampler[list[int]]):
                 taken (SR-ORDER-PASSES), or the loader is not this sampler's (SR-ORDER-LOADER) or cannot collate an
                 empty microbatch (SR-ORDER-EMPTY).
         """
-        _require_own(loader, self)
+        require_own(loader, self)
         while until is None or self._committed.update < until:
             self._require_collatable(loader)
+            self._go_to(self._committed)
             yield from self._updates_of_epoch(iter(loader), until)
 
     def _updates_of_epoch(self, stream: Iterator[Any], until: int | None) -> Iterator[Update]:
@@ -379,14 +276,41 @@ class ElasticSampler(Sampler[list[int]]):
             if until is not None and self._committed.update >= until:
                 return
             update = Update(self._committed.update + 1, span, self._dealing(span.num_samples), self._ids(span), stream)
+            self._phase = update.phase
             yield update
             expected = _place(after(before, span))
             if _place(self._committed) == _place(before):
-                raise UsageError(_uncommitted(update.number))
+                raise UsageError(uncommitted(update.number))
             if _place(self._committed) != expected:
                 return  # moved on purpose: read on from there
             if update.passes_left:
-                raise UsageError(_early_commit(update))
+                raise UsageError(early_commit(update))
+
+    def share_position(self) -> None:
+        """Tells workers that live on over epochs where the next iteration begins (`ElasticStream`).
+
+        `updates`, `load_state_dict` and `seek` do this by themselves once it was called. `commit` must not: a worker
+        may begin an iteration after the first updates of it are committed.
+        """
+        if self._begin is None:
+            self._begin = torch.zeros(4, dtype=torch.int64).share_memory_()
+        at = self._committed
+        self._begin.copy_(torch.tensor([at.update, at.epoch, at.samples_in_epoch, at.samples]))
+
+    def shared_microbatches(self) -> Iterator[list[int]]:
+        """Yields this replica's microbatches from where the iteration begins, also in a worker started long before."""
+        if self._begin is None:
+            return self._microbatches(self._committed)
+        update, epoch, samples_in_epoch, samples = self._begin.tolist()
+        return self._microbatches(
+            Committed(update=update, epoch=epoch, samples_in_epoch=samples_in_epoch, samples=samples, tokens=None)
+        )
+
+    def _go_to(self, at: Committed) -> Committed:
+        self._committed = at
+        if self._begin is not None:
+            self.share_position()
+        return at
 
     def _microbatches(self, at: Committed) -> Iterator[list[int]]:
         for _, span in self._spans(at):
@@ -447,81 +371,3 @@ class ElasticSampler(Sampler[list[int]]):
 
 def _place(at: Committed) -> tuple[int, int, int]:
     return at.epoch, at.samples_in_epoch, at.samples
-
-
-def _uncommitted(number: int) -> Problem:
-    return Problem(
-        "SR-ORDER-UNCOMMITTED",
-        "the loop asks for another update but has not committed this one",
-        where={"update": number},
-        hint="call sampler.commit(tokens=...) on every rank after each optimizer step, also after a skipped one",
-    )
-
-
-def _early_commit(update: Update) -> Problem:
-    return Problem(
-        "SR-ORDER-PASSES",
-        "the update was committed before all of its passes had run",
-        where={"update": update.number},
-        expected=f"{update.passes} passes",
-        found=f"{update.passes - update.passes_left}",
-        hint="iterate the whole update; every replica must make the same number of passes",
-    )
-
-
-def _invalid(name: str, found: Any, expected: str) -> Problem:
-    return Problem("SR-ORDER-INVALID", f"{name} cannot be {found!r}", expected=expected, found=repr(found))
-
-
-def _check_choices(last_batch: str, empty: str) -> list[Problem]:
-    choices = (("last_batch", last_batch, get_args(LastBatch)), ("empty", empty, get_args(Empty)))
-    return [_invalid(name, value, f"one of {', '.join(known)}") for name, value, known in choices if value not in known]
-
-
-def _check_dealing(
-    global_batch: int, replicas: int, replica: int, max_microbatch: int | None, dealing: Dealing | None
-) -> list[Problem]:
-    if max_microbatch is None:
-        return [_invalid("max_microbatch", None, "a whole number of at least 1, unless a dealing is given")]
-    problems = [problem for problem in check_batch(global_batch, replicas, max_microbatch) if has_errors([problem])]
-    if problems:
-        return problems
-    if not 0 <= replica < replicas:
-        problems.append(_invalid("replica", replica, f"0 to {replicas - 1}"))
-    if dealing is not None:
-        found = {"global_batch": dealing.global_batch, "replicas": dealing.replicas}
-        expected = {"global_batch": global_batch, "replicas": replicas}
-        problems += [
-            _invalid(f"dealing.{name}", found[name], str(expected[name]))
-            for name in found
-            if found[name] != expected[name]
-        ]
-        if dealing.max_microbatch > max_microbatch:
-            problems.append(_invalid("dealing.max_microbatch", dealing.max_microbatch, f"at most {max_microbatch}"))
-    return problems
-
-
-def _check_order_arguments(order: int | GlobalOrder, seed: int, shuffle: bool) -> list[Problem]:
-    if isinstance(order, int):
-        return [] if order >= 1 and not isinstance(order, bool) else [_invalid("order", order, "at least one sample")]
-    if seed != 0 or not shuffle:
-        return [_invalid("seed and shuffle", (seed, shuffle), "left out: the order that was given has its own")]
-    return []
-
-
-def _require_some_update(order: GlobalOrder, global_batch: int, last_batch: LastBatch) -> None:
-    try:
-        next_update(order, Committed(), global_batch, last_batch)
-    except ValueError as error:
-        raise UsageError(Problem("SR-ORDER-INVALID", str(error), hint="use last_batch='keep' or 'carry'")) from None
-
-
-def _require_own(loader: Iterable[Any], sampler: ElasticSampler) -> None:
-    if isinstance(loader, DataLoader) and loader.batch_sampler is not sampler:
-        raise UsageError(
-            Problem(
-                "SR-ORDER-LOADER",
-                "the loader does not take its batches from this sampler",
-                hint="DataLoader(dataset, batch_sampler=sampler, ...), without batch_size, shuffle, sampler, drop_last",
-            )
-        )

@@ -1,0 +1,140 @@
+"""`samerun audit`: which samples a run really consumed, over all its starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from samerun.cli.output import emit_json, exit_code, print_problems, stdout_console
+
+if TYPE_CHECKING:
+    from samerun.core.order import GlobalOrder
+    from samerun.core.progress import Committed, LastBatch
+    from samerun.trace import Trace
+    from samerun.verify.audit_runs import RunAudit
+
+
+@click.command(name="audit")
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--order", "order_text", help="The global order, such as distributed:samples=1000,seed=0,replicas=4.")
+@click.option("--from-sample", type=click.IntRange(min=0), help="Samples consumed before the first recorded update.")
+@click.option(
+    "--last-batch",
+    type=click.Choice(["keep", "drop", "carry"]),
+    default="keep",
+    show_default=True,
+    help="What the run does with samples at an epoch's end that do not fill a global batch.",
+)
+@click.option("--replay-bound", type=click.IntRange(min=0), default=0, help="Samples that may be replayed.")
+@click.option("--omission-bound", type=click.IntRange(min=0), default=0, help="Samples that may be omitted.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(
+    traces: tuple[Path, ...],
+    order_text: str | None,
+    from_sample: int | None,
+    last_batch: LastBatch,
+    replay_bound: int,
+    omission_bound: int,
+    as_json: bool,
+) -> None:
+    """Say which samples a run consumed twice, passed over, or gave to two ranks.
+
+    Give one trace directory for each start of the job, in the order in which they ran. Updates that a later start made
+    again count once. With --order every update is compared with the positions that it should have taken, and a ledger
+    that kept only digests can be checked; without, ids are compared with each other as one epoch. Without
+    --from-sample, a first update above 1 is taken to follow that many updates of the header's global batch. Exit code 1
+    if the samples are not those of the order, each exactly once.
+
+    \b
+    samerun audit ledger-1 ledger-2 ledger-3 \\
+                  --order distributed:samples=1000,seed=0,replicas=4
+    samerun audit trace --order megatron-cyclic:samples=99840,micro=2,dp=16
+
+    \b
+    Orders, with their arguments (defaults in parentheses):
+      sequential           samples
+      keyed                samples, seed (0)
+      distributed          samples, seed (0), shuffle (true), replicas (1),
+                           drop_last (false), loader_batch
+      random               samples, seed (0)
+      accelerate           samples, batch, processes, seed (0), shuffle (true),
+                           split, dispatch (false), even (true), drop_last
+      megatron-sequential  samples, micro (1), dp (1), drop_last (true)
+      megatron-cyclic      samples, micro, dp, sharding (true)
+    """
+    from samerun.core.orders import parse_order
+    from samerun.trace import check_trace, read_trace
+    from samerun.verify.audit_runs import audit_runs, check_runs
+
+    order = parse_order(order_text) if order_text else None
+    found = [read_trace(path) for path in traces]
+    begin = _begin(found, order, from_sample, last_batch) if order is not None else None
+    audit = audit_runs(found, order, begin=begin, last_batch=last_batch)
+    problems = [problem for trace in found for problem in check_trace(trace) if problem.code not in _NAMED_HERE]
+    problems += check_runs(found, audit, replay_bound=replay_bound, omission_bound=omission_bound)
+    if as_json:
+        identity = order.identity() if order is not None else None
+        body = audit.to_json() | {"traces": [str(path) for path in traces], "order": identity}
+        emit_json("audit", {**body, "problems": [problem.to_json() for problem in problems]})
+    else:
+        _print(found, audit, order)
+        print_problems(problems)
+    raise SystemExit(exit_code(problems))
+
+
+_NAMED_HERE = frozenset({"SR-TRACE-OVERLAP", "SR-TRACE-OPEN", "SR-TRACE-NONFINITE"})
+
+
+def _begin(
+    traces: Sequence[Trace], order: GlobalOrder, from_sample: int | None, last_batch: LastBatch
+) -> Committed | None:
+    """Where the first recorded update begins."""
+    from samerun.core.progress import Committed, seek
+    from samerun.errors import Problem, UsageError
+
+    first = next((index for trace in traces for index in trace.update_indices), 1)
+    if from_sample is not None:
+        epoch, left = 0, from_sample
+        while left >= (length := order.num_samples(epoch)):
+            epoch, left = epoch + 1, left - length
+        return Committed(update=first - 1, epoch=epoch, samples_in_epoch=left, samples=from_sample)
+    if first == 1:
+        return None
+    batch = (traces[0].lead.header.batch or {}).get("global_batch")
+    if not isinstance(batch, int) or batch < 1:
+        hint = "give --from-sample: how many samples the run had consumed before"
+        message = f"the first recorded update is {first}, and the trace does not tell the global batch"
+        raise UsageError(Problem("SR-AUDIT-BEGIN", message, where={"update": first}, hint=hint))
+    return seek(order, first - 1, batch, last_batch)
+
+
+def _print(traces: Sequence[Trace], audit: RunAudit, order: GlobalOrder | None) -> None:
+    from rich.table import Table
+
+    out = stdout_console()
+    table = Table(box=None, pad_edge=False)
+    for name in ("start", "updates", "ranks", "layout"):
+        table.add_column(name, no_wrap=True)
+    for trace in traces:
+        updates = trace.update_indices
+        layout = ", ".join(f"{axis}={size}" for axis, size in (trace.lead.header.layout or {}).items()) or "-"
+        span = f"{updates[0]} to {updates[-1]}" if updates else "none"
+        table.add_row(str(trace.path), span, str(trace.lead.header.world_size), layout)
+    out.print(table)
+    for seam in audit.seams:
+        lost = f", {seam.rolled_back} updates ({seam.num_samples} samples) rolled back" if seam.rolled_back else ""
+        out.print(f"seam after update {seam.update}{lost}")
+    against = "each other" if order is None else _describe(order.identity())
+    out.print(f"{audit.num_updates} updates, {audit.num_samples} samples, against {against}")
+    counts = {name: len(audit.items(name)) for name in ("replayed", "omitted", "overlap", "other", "pending")}
+    counts["padding"] = len(audit.padding)
+    out.print(", ".join(f"{count} {name}" for name, count in counts.items()))
+    out.print("exactly once" if audit.exactly_once else f"NOT exactly once: at most {audit.bound} samples off")
+
+
+def _describe(identity: dict[str, Any]) -> str:
+    rest = ", ".join(f"{name}={value}" for name, value in identity.items() if name != "kind")
+    return f"the {identity['kind']} order ({rest})"

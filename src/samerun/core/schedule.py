@@ -1,0 +1,230 @@
+"""Learning-rate schedules as functions of the position, read from what torch's schedulers save.
+
+A scheduler in a job is a recursion on its optimizer: to know the rate of a later update one has to step it. Read from
+the saved state it is a formula, which can be printed before a job is launched and compared with what the job then
+used. The formulas are torch 2.13.0's closed forms (`torch/optim/lr_scheduler.py`); its recursions agree with them to
+rounding.
+
+Progress is committed updates (or samples), never time: `ReduceLROnPlateau` follows the loss, `LambdaLR` a function that
+is not in the checkpoint. Both are refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from samerun.errors import Problem, UsageError
+
+Progress = Literal["updates", "samples"]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One scheduler's state as a formula. `kind` names torch's class, `arguments` what its formula needs.
+
+    `base` are the base rates by parameter group; `parts` and `milestones` belong to `SequentialLR`, `phases` to
+    `OneCycleLR`. `position` is `last_epoch`: how often it was stepped.
+    """
+
+    kind: str
+    base: tuple[float, ...]
+    position: int
+    arguments: Mapping[str, Any]
+    parts: tuple[Schedule, ...] = ()
+    milestones: tuple[int, ...] = ()
+    peaks: tuple[tuple[float, float, float], ...] = ()
+    phases: tuple[tuple[float, str, str], ...] = ()
+
+    def rates(self, position: float) -> tuple[float, ...]:
+        """Returns the rate of every group at `position` steps (0: before the first). Fractions lie in between."""
+        if self.kind == "SequentialLR":
+            index = bisect_right(self.milestones, position)
+            return self.parts[index].rates(position - (self.milestones[index - 1] if index else 0))
+        if self.kind == "OneCycleLR":
+            return tuple(
+                self._one_cycle(dict(zip(("initial_lr", "max_lr", "min_lr"), p, strict=True)), position)
+                for p in self.peaks
+            )
+        return tuple(_FORMULAS[self.kind](base, position, self.arguments) for base in self.base)
+
+    def next_rates(self, count: int, *, stride: float = 1.0, factor: float = 1.0) -> tuple[tuple[float, ...], ...]:
+        """Returns the rates that the next `count` updates use, in order.
+
+        Args:
+            count: updates. stride: steps of the schedule per update: 1 where it is stepped once per update; the number
+            of processes under
+                Accelerate's default; new batch / old batch where progress is counted in samples (`stride_of`).
+            factor: what a learning-rate policy multiplies every rate by.
+        """
+        return tuple(
+            tuple(rate * factor for rate in self.rates(self.position + stride * update)) for update in range(count)
+        )
+
+    def _one_cycle(self, group: Mapping[str, float], position: float) -> float:
+        begin = 0.0
+        for number, (end, first, last) in enumerate(self.phases):
+            if position <= end or number == len(self.phases) - 1:
+                part = (position - begin) / (end - begin)
+                low, high = group[first], group[last]
+                if self.arguments["linear"]:
+                    return (high - low) * part + low
+                return high + (low - high) / 2.0 * (math.cos(math.pi * part) + 1)
+            begin = end
+        raise ValueError("a one-cycle schedule has phases")
+
+
+def stride_of(progress: Progress, old_batch: int, new_batch: int) -> float:
+    """Returns how many of the old run's updates one new update counts for: 1 by updates, new / old by samples."""
+    return 1.0 if progress == "updates" else new_batch / old_batch
+
+
+def _cosine(base: float, at: float, given: Mapping[str, Any]) -> float:
+    low = given["eta_min"]
+    return low + (base - low) * (1 + math.cos(math.pi * at / given["T_max"])) / 2
+
+
+def _restarts(base: float, at: float, given: Mapping[str, Any]) -> float:
+    length, factor = given["T_0"], given["T_mult"]
+    if factor == 1:
+        within, period = at % length, length
+    else:
+        number = int(math.log(at / length * (factor - 1) + 1, factor) + 1e-12)
+        within, period = at - length * (factor**number - 1) / (factor - 1), length * factor**number
+    low = given["eta_min"]
+    return low + (base - low) * (1 + math.cos(math.pi * within / period)) / 2
+
+
+def _linear(base: float, at: float, given: Mapping[str, Any]) -> float:
+    first, last, total = given["start_factor"], given["end_factor"], given["total_iters"]
+    return base * (first + (last - first) * min(total, at) / total)
+
+
+def _polynomial(base: float, at: float, given: Mapping[str, Any]) -> float:
+    total = given["total_iters"]
+    return base * (1 - min(total, at) / total) ** given["power"]
+
+
+def _step(base: float, at: float, given: Mapping[str, Any]) -> float:
+    return base * given["gamma"] ** (at // given["step_size"])
+
+
+def _multi_step(base: float, at: float, given: Mapping[str, Any]) -> float:
+    return base * given["gamma"] ** sum(count for mark, count in given["marks"] if mark <= at)
+
+
+def _exponential(base: float, at: float, given: Mapping[str, Any]) -> float:
+    return base * given["gamma"] ** at
+
+
+def _constant(base: float, at: float, given: Mapping[str, Any]) -> float:
+    return base * (given["factor"] if at < given["total_iters"] else 1.0)
+
+
+_FORMULAS: dict[str, Callable[[float, float, Mapping[str, Any]], float]] = {
+    "StepLR": _step,
+    "MultiStepLR": _multi_step,
+    "ExponentialLR": _exponential,
+    "ConstantLR": _constant,
+    "LinearLR": _linear,
+    "PolynomialLR": _polynomial,
+    "CosineAnnealingLR": _cosine,
+    "CosineAnnealingWarmRestarts": _restarts,
+}
+
+_NEEDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("CosineAnnealingWarmRestarts", ("T_0", "T_mult", "eta_min")),
+    ("CosineAnnealingLR", ("T_max", "eta_min")),
+    ("StepLR", ("step_size", "gamma")),
+    ("LinearLR", ("start_factor", "end_factor", "total_iters")),
+    ("PolynomialLR", ("total_iters", "power")),
+    ("ConstantLR", ("factor", "total_iters")),
+)
+"""What tells one class's state from another's: torch does not save the class."""
+
+
+def parse_schedule(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]] = ()) -> Schedule:
+    """Reads the state dict of one of torch's schedulers.
+
+    Args:
+        state: what `scheduler.state_dict()` gave.
+        groups: hyperparameters of the optimizer's groups, which `OneCycleLR` keeps its rates in.
+
+    Raises:
+        UsageError: SR-SCHEDULE-UNKNOWN where the rates are not in the checkpoint: plateau, lambdas, and other classes.
+    """
+    position = state.get("last_epoch")
+    if not isinstance(position, int):
+        raise _unknown("it does not tell where it stands")
+    if "patience" in state:
+        raise _unknown("ReduceLROnPlateau follows the loss; its next rates are in no checkpoint")
+    if "lr_lambdas" in state or "lmbdas" in state:
+        raise _unknown("LambdaLR follows a function of the script, which is not saved")
+    if "_schedulers" in state and "_milestones" in state:
+        parts = tuple(parse_schedule(part, groups) for part in state["_schedulers"])
+        marks = tuple(int(mark) for mark in state["_milestones"])
+        return Schedule("SequentialLR", parts[0].base, position, {}, parts, marks)
+    if "_schedule_phases" in state:
+        return _read_one_cycle(state, groups, position)
+    base = tuple(float(rate) for rate in state.get("base_lrs", ()))
+    if not base:
+        raise _unknown("it has no base rates")
+    if "milestones" in state and "gamma" in state:
+        marks = sorted((int(mark), int(count)) for mark, count in dict(state["milestones"]).items())
+        return Schedule("MultiStepLR", base, position, {"gamma": float(state["gamma"]), "marks": marks})
+    for kind, names in _NEEDS:
+        if all(name in state for name in names):
+            return Schedule(kind, base, position, {name: float(state[name]) for name in names})
+    if "gamma" in state:
+        return Schedule("ExponentialLR", base, position, {"gamma": float(state["gamma"])})
+    raise _unknown(f"no class of torch's saves {', '.join(sorted(map(str, state)))}")
+
+
+def _read_one_cycle(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], position: int) -> Schedule:
+    names = ("initial_lr", "max_lr", "min_lr")
+    if not groups or any(name not in group for group in groups for name in names):
+        raise _unknown("OneCycleLR keeps its rates in the optimizer's groups, which were not saved with it")
+    peaks = tuple((float(g["initial_lr"]), float(g["max_lr"]), float(g["min_lr"])) for g in groups)
+    phases = tuple((float(p["end_step"]), str(p["start_lr"]), str(p["end_lr"])) for p in state["_schedule_phases"])
+    linear = float(state.get("_anneal_func_type") == "linear")
+    return Schedule("OneCycleLR", tuple(p[0] for p in peaks), position, {"linear": linear}, peaks=peaks, phases=phases)
+
+
+def _unknown(why: str) -> UsageError:
+    return UsageError(
+        Problem(
+            "SR-SCHEDULE-UNKNOWN",
+            f"the learning rates of the next updates cannot be computed: {why}",
+            hint="compare the rates that the control's trace recorded; the job itself can print more of its schedule",
+        )
+    )
+
+
+def check_rates(
+    expected: Sequence[Sequence[float]], found: Sequence[Sequence[float]], *, first_update: int, rtol: float = 1e-6
+) -> list[Problem]:
+    """Returns SR-SCHEDULE-RATE for the first update whose rates are not those that the plan printed.
+
+    Args:
+        expected: rates by group of consecutive updates, from `next_rates`.
+        found: what the job recorded for the same updates; fewer are compared as far as they go.
+        first_update: index of the first.
+        rtol: recursions and closed forms differ by rounding: 1e-6 leaves 1e10 steps of it in fp64.
+    """
+    for number, (wanted, got) in enumerate(zip(expected, found, strict=False)):
+        close = [math.isclose(a, b, rel_tol=rtol, abs_tol=1e-15) for a, b in zip(wanted, got, strict=False)]
+        if len(wanted) != len(got) or not all(close):
+            return [
+                Problem(
+                    "SR-SCHEDULE-RATE",
+                    f"update {first_update + number} used another learning rate than the schedule says",
+                    where={"update": first_update + number},
+                    expected=[f"{rate:.6g}" for rate in wanted],
+                    found=[f"{rate:.6g}" for rate in got],
+                    hint="was the scheduler restored, stepped once per update, and its horizon kept?",
+                )
+            ]
+    return []

@@ -1,0 +1,244 @@
+"""Schedules read from saved states against torch's own schedulers, and what batches cost, ramp up to, and weigh."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim import lr_scheduler as lrs
+
+from samerun.catalog import load_catalog
+from samerun.cli.batch import command as batch
+from samerun.core.batch import RampUp, check_ramp, cost_of, deal_tokens, plan_batch
+from samerun.core.schedule import check_rates, parse_schedule, stride_of
+from samerun.core.state import LogicalState, ParamGroup
+from samerun.errors import UsageError
+from samerun.plan.batch import LearningRatePlan
+from samerun.plan.schedule import PlannedRates, plan_rates
+from samerun.train.schedule import next_rates
+
+Make = Callable[[torch.optim.Optimizer], Any]
+
+
+def wsd(optimizer: torch.optim.Optimizer) -> lrs.SequentialLR:
+    """Warm-up, stable, decay."""
+    parts = [
+        lrs.LinearLR(optimizer, 0.1, 1.0, 4),
+        lrs.ConstantLR(optimizer, 1.0, 6),
+        lrs.LinearLR(optimizer, 1.0, 0.05, 9),
+    ]
+    return lrs.SequentialLR(optimizer, parts, [4, 10])
+
+
+SCHEDULERS: dict[str, Make] = {
+    "step": lambda o: lrs.StepLR(o, 3, 0.5),
+    "multistep": lambda o: lrs.MultiStepLR(o, [2, 5, 5], 0.3),
+    "constant": lambda o: lrs.ConstantLR(o, 0.25, 4),
+    "linear warm-up": lambda o: lrs.LinearLR(o, 0.1, 1.0, 7),
+    "exponential": lambda o: lrs.ExponentialLR(o, 0.9),
+    "polynomial": lambda o: lrs.PolynomialLR(o, 20, 2.0),
+    "cosine": lambda o: lrs.CosineAnnealingLR(o, 30, 1e-5),
+    "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 5, 2, 1e-6),
+    "restarts of one length": lambda o: lrs.CosineAnnealingWarmRestarts(o, 5),
+    "one cycle": lambda o: lrs.OneCycleLR(o, [0.1, 0.05], total_steps=40),
+    "one cycle, linear": lambda o: lrs.OneCycleLR(
+        o, [0.1, 0.05], total_steps=40, anneal_strategy="linear", three_phase=True
+    ),
+    "warm-up and cosine": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o, 0.01, 1, 5), lrs.CosineAnnealingLR(o, 25)], [5]
+    ),
+    "warm-up, stable, decay": wsd,
+    "lambda": lambda o: lrs.LambdaLR(o, lambda at: 0.8**at),
+}
+
+
+def build(make: Make) -> tuple[torch.optim.Optimizer, Any]:
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD(
+        [{"params": [params[0]], "lr": 0.02}, {"params": [params[1]], "lr": 0.01}], momentum=0.9
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scheduler = make(optimizer)
+    return optimizer, scheduler
+
+
+def run(optimizer: torch.optim.Optimizer, scheduler: Any, updates: int) -> list[list[float]]:
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SequentialLR's own use of step(epoch)
+        for _ in range(updates):
+            found.append([group["lr"] for group in optimizer.param_groups])
+            optimizer.step()
+            scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("done", [0, 3, 11])
+def test_the_next_twenty_rates_are_those_that_torch_uses(name: str, done: int) -> None:
+    optimizer, scheduler = build(SCHEDULERS[name])
+    run(optimizer, scheduler, done)
+    state, groups = scheduler.state_dict(), [dict(group) for group in optimizer.param_groups]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        live = next_rates(scheduler, 20)
+    assert scheduler.state_dict() == state
+    real = run(optimizer, scheduler, 20)
+    assert check_rates(live, real, first_update=done + 1, rtol=1e-12) == []
+    if name == "lambda":
+        with pytest.raises(UsageError) as caught:
+            parse_schedule(state, groups)
+        assert [problem.code for problem in caught.value.problems] == ["SR-SCHEDULE-UNKNOWN"]
+        return
+    schedule = parse_schedule(state, groups)
+    assert schedule.position == done
+    assert check_rates(schedule.next_rates(20), real, first_update=done + 1) == []
+    late = schedule.next_rates(21)[1:]
+    if all(a != b for a, b in itertools.pairwise(real)):
+        assert [p.code for p in check_rates(late, real, first_update=done + 1)] == ["SR-SCHEDULE-RATE"]
+
+
+def test_what_is_not_in_the_checkpoint_is_refused() -> None:
+    _, plateau = build(lrs.ReduceLROnPlateau)
+    for state in (plateau.state_dict(), {}, {"last_epoch": 3}, {"last_epoch": 3, "base_lrs": [1.0]}):
+        with pytest.raises(UsageError) as caught:
+            parse_schedule(state)
+        assert [problem.code for problem in caught.value.problems] == ["SR-SCHEDULE-UNKNOWN"]
+    with pytest.raises(TypeError, match="follows the loss"):
+        next_rates(plateau, 3)
+    assert {"SR-SCHEDULE-UNKNOWN", "SR-SCHEDULE-RATE", "SR-BATCH-RAMP"} <= set(load_catalog())
+
+
+def test_a_schedule_by_samples_and_a_policy() -> None:
+    """At twice the batch, a schedule by samples is at the same rate after half the updates; linear doubles it."""
+    optimizer, scheduler = build(SCHEDULERS["cosine"])
+    run(optimizer, scheduler, 4)
+    schedule = parse_schedule(scheduler.state_dict())
+    by_updates = schedule.next_rates(20)
+    by_samples = schedule.next_rates(10, stride=stride_of("samples", 32, 64), factor=2.0)
+    assert by_samples == tuple(tuple(2 * rate for rate in by_updates[2 * n]) for n in range(10))
+    assert schedule.next_rates(3, stride=stride_of("updates", 32, 64)) == by_updates[:3]
+
+
+class TestRamp:
+    @given(st.integers(1, 8), st.integers(1, 6), st.integers(0, 5), st.integers(0, 400), st.integers(0, 60))
+    @settings(max_examples=60, deadline=None)
+    def test_against_megatrons_rule_step_by_step(
+        self, start: int, increment: int, steps: int, over: int, updates: int
+    ) -> None:
+        ramp = RampUp(start, increment, over, start + steps * increment)
+        samples = 0
+        for _ in range(updates):
+            if samples > over or not steps or not over:
+                batch = ramp.final
+            else:
+                batch = min(start + int(samples / (over / steps) + 1e-9) * increment, ramp.final)
+            assert ramp.batch_at(samples) == batch
+            samples += batch
+        assert ramp.samples_after(updates) == samples
+        assert ramp.updates_after(samples) == updates
+        if samples and ramp.batch_at(0) > 1:
+            assert ramp.updates_after(1) is None
+
+    def test_sizes_that_do_not_divide(self) -> None:
+        ramp = RampUp(4, 4, 60, 16)
+        assert [p.code for p in check_ramp(ramp, 3, 1)] == ["SR-BATCH-RAMP"]
+        assert not [*check_ramp(ramp, 2, 2)]
+        assert not [*check_ramp(ramp, 16, 1, samples=61)]
+        for wrong in ((0, 1, 1, 1), (4, 3, 1, 8), (8, 1, 1, 4)):
+            with pytest.raises(ValueError, match=r"batch|samples"):
+                RampUp(*wrong)
+
+
+class TestTokens:
+    @given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 6), st.integers(50, 120))
+    @settings(max_examples=100, deadline=None)
+    def test_every_sample_once_and_no_pass_too_large(self, lengths: list[int], replicas: int, most: int) -> None:
+        found = deal_tokens(lengths, replicas, most)
+        places = [place for row in found.positions for cell in row for place in cell]
+        assert sorted(places) == list(range(len(lengths)))
+        assert found.max_tokens <= most
+        assert found.num_tokens == sum(lengths)
+        assert {len(row) for row in found.positions} == {replicas}
+        shares = [sum(row[r] for row in found.tokens) for r in range(replicas)]
+        assert max(shares) - min(shares) <= max(lengths)
+        assert 0 <= found.utilisation(most) <= 1
+        assert found == deal_tokens(lengths, replicas, most)
+
+    def test_a_sample_that_fits_in_no_pass(self) -> None:
+        for lengths, replicas in (([5, 9], 2), ([], 1), ([1], 0)):
+            with pytest.raises(UsageError) as caught:
+                deal_tokens(lengths, replicas, 8)
+            assert [problem.code for problem in caught.value.problems] == ["SR-BATCH-INVALID"]
+        assert deal_tokens([8, 1], 3, 8).num_empty == 1
+
+
+def test_what_an_option_costs() -> None:
+    options = {option.kind: option for option in plan_batch(256, 10, 2)}
+    ragged = cost_of(options["ragged"], 256, samples_left=1000, eval_every=50, schedule_updates=1000, updates_done=200)
+    assert (ragged.passes, ragged.pass_slots, ragged.updates_left) == (13, 130, 4)
+    assert (ragged.eval_samples, ragged.eval_updates) == (12800, 50)
+    assert (ragged.schedule_samples, ragged.schedule_updates) == (256000, 1000.0)
+    changed = next(option for option in plan_batch(256, 10, 2) if option.global_batch == 260)
+    cost = cost_of(changed, 256, samples_left=1000, eval_every=65, schedule_updates=1000, updates_done=200)
+    assert (cost.eval_samples, cost.eval_updates) == (16900, 64)
+    assert cost.schedule_samples == 200 * 256 + 800 * 260
+    assert cost.schedule_updates == 200 + 800 * 256 / 260
+    assert cost_of(changed, 256).to_json()["updates_left"] is None
+
+
+class TestVerbs:
+    def test_what_options_cost(self, tmp_path: Path) -> None:
+        lengths = tmp_path / "lengths.txt"
+        lengths.write_text("\n".join(map(str, [9, 3, 5, 7, 2, 2])))
+        words = ["--global-batch", "256", "--replicas", "10", "--max-microbatch", "2", "--samples-left", "1000"]
+        words += ["--eval-every", "65", "--schedule-updates", "1000", "--updates-done", "200"]
+        shown = CliRunner().invoke(batch, words, catch_exceptions=False).output
+        assert "eval: samples" in shown
+        found = json.loads(CliRunner().invoke(batch, [*words, "--json"], catch_exceptions=False).stdout)
+        costs = {option["global_batch"]: option["cost"] for option in found["options"]}
+        assert costs[260]["eval_updates"] == 64
+        assert costs[256]["updates_left"] == 4
+        words = ["--global-batch", "28", "--replicas", "2", "--max-microbatch", "10", "--unit", "tokens"]
+        words += ["--lengths", str(lengths)]
+        done = CliRunner().invoke(batch, words, catch_exceptions=False)
+        assert "measured: 28 tokens in 2 passes" in done.output
+        assert "SR-BATCH-TOKENS" not in done.output
+        body = json.loads(CliRunner().invoke(batch, [*words, "--json"], catch_exceptions=False).stdout)
+        assert sum(map(sum, body["token_dealing"]["tokens"])) == 28
+
+    def test_rates_of_a_checkpoint(self) -> None:
+        optimizer, scheduler = build(SCHEDULERS["cosine"])
+        run(optimizer, scheduler, 3)
+        groups = tuple(
+            ParamGroup(params=(), hyperparameters={"lr": group["lr"], "initial_lr": group["initial_lr"]})
+            for group in optimizer.param_groups
+        )
+        state = LogicalState(format="dcp", tensors={}, groups=groups, scheduler=scheduler.state_dict())
+        real = run(optimizer, scheduler, 20)
+
+        def rates(policy: LearningRatePlan, of: LogicalState = state) -> PlannedRates:
+            return plan_rates(of, policy, 4, old_batch=32, new_batch=64)
+
+        kept = rates(LearningRatePlan())
+        assert (kept.kind, len(kept.rates), kept.first_update) == ("CosineAnnealingLR", 20, 4)
+        assert check_rates(kept.rates, real, first_update=4) == []
+        doubled = rates(LearningRatePlan(policy="linear", factor=2.0))
+        assert check_rates(doubled.rates, [[2 * rate for rate in each] for each in real], first_update=4) == []
+        assert rates(LearningRatePlan(policy="value", factor=None, value=0.04)).rates[0][0] == doubled.rates[0][0]
+        bare = replace(state, scheduler=None)
+        assert rates(LearningRatePlan(), bare).to_json()["schedule"] == "constant"
+        unknown = rates(LearningRatePlan(), replace(state, scheduler={"last_epoch": 3, "lr_lambdas": [None]}))
+        assert unknown.rates == ()
+        assert "LambdaLR" in str(unknown.why_not)
