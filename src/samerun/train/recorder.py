@@ -59,9 +59,9 @@ class Recorder:
             pass over them: in `every` update, in the `window` updates after each `boundary("save", ...)` and after
             loading, which are those that a later move would be compared with (`after-save`), or `never`. A job that
             samerun launched always measures.
-        window: how many updates `after-save` measures. keep_ids: False keeps each update's set digest of sample ids
-        only, 32 characters whatever the batch; such a ledger
-            can be audited against an order, and cannot be a control. A job that samerun launched always keeps them.
+        window: how many updates `after-save` measures.
+        keep_ids: False keeps each update's set digest of sample ids only, 32 characters whatever the batch; such a
+            ledger can be audited against an order, and cannot be a control. A job that samerun launched always keeps them.
     """
 
     def __init__(

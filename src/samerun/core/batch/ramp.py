@@ -17,8 +17,8 @@ class RampUp:
     multiplies updates by the final batch is wrong (`samples_after`).
 
     >>> ramp = RampUp(start=4, increment=4, over_samples=60, final=16)
-    >>> [ramp.batch_at(samples) for samples in (0, 19, 20, 59, 61)]
-    [4, 4, 8, 12, 16]
+    >>> tuple(ramp.batch_at(samples) for samples in (0, 19, 20, 59, 61))
+    (4, 4, 8, 12, 16)
     """
 
     start: int
