@@ -278,6 +278,20 @@ def test_the_candidate_resumes_from_the_converted_checkpoint(workspace: Workspac
     assert "SR-FILE-CHANGED" in {problem.code for problem in again.verdict.reasons}
 
 
+def test_calibrating_shows_the_bands_that_the_controls_give(promoted: Workspace) -> None:
+    command = [sys.executable, "-m", "samerun", "calibrate", str(promoted.manifest), "--dir", str(promoted.rundir.root)]
+    environment = {**os.environ, **ENVIRONMENT}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0, shown.stderr
+    for metric in ("loss", "grad_norm", "update_norm", "eval_loss", "parameter_delta, widest of"):
+        assert metric in shown.stdout
+    told = json.loads(subprocess.run([*command, "--json"], env=environment, capture_output=True, timeout=60).stdout)
+    sealed = json.loads(promoted.rundir.sealed.read_text())["seals"][-1]["tolerances"]
+    bands = {band["metric"]: band for band in told["bands"] if band["tensor"] is None}
+    assert bands["loss"]["limits"] == sealed["loss"]["limits"]
+    assert max(bands["loss"]["observed"]) > 0
+
+
 def test_the_verbs(promoted: Workspace) -> None:
     command = [sys.executable, "-m", "samerun", "judge", str(promoted.rundir.root)]
     environment = {**os.environ, **ENVIRONMENT}

@@ -25,6 +25,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "memory": ("memory", "Memory per destination rank, and on the host."),
     "draft": ("draft", "Write a migration manifest from a checkpoint."),
     "plan": ("plan", "Turn a manifest into a plan; list open decisions."),
+    "calibrate": ("calibrate", "Measure how much the run varies by itself."),
     "run": ("run", "Run the migration's checks, cheapest first."),
     "judge": ("judge", "Promote, reject or abstain, with the reasons."),
     "report": ("report", "One self-contained HTML page with the pictures."),

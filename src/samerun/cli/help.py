@@ -40,6 +40,7 @@ PAGES: dict[str, str] = {
     "memory": "docs/manifest.md",
     "draft": "docs/manifest.md",
     "plan": "docs/decisions.md",
+    "calibrate": "docs/judging.md",
     "run": "docs/judging.md",
     "judge": "docs/judging.md",
     "trace": "docs/trace.md",

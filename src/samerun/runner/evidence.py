@@ -47,10 +47,17 @@ def read_evaluation(folder: Path, observed: Observed) -> Evaluation | None:
 
 
 def find_recorded(path: Path) -> list[Path]:
-    """Returns the traces at `path`: itself, or its subdirectories that are traces, in order of name."""
+    """Returns the traces at `path`: itself, or its subdirectories that are traces, in order of name.
+
+    A control stage's folder counts too: its own trace first, then those of its repeats.
+    """
     if any(path.glob("rank-*.jsonl")):
         return [path]
-    return sorted(child for child in path.iterdir() if any(child.glob("rank-*.jsonl"))) if path.is_dir() else []
+    if not path.is_dir():
+        return []
+    children = sorted(child for child in path.iterdir() if child.is_dir())
+    nested = [child / "trace" for child in children]
+    return [child for child in (*children, *nested) if any(child.glob("rank-*.jsonl"))]
 
 
 def run_folders(stage: Path, count: int) -> dict[str, Path]:

@@ -61,7 +61,7 @@ class Recorder:
             samerun launched always measures.
         window: how many updates `after-save` measures.
         keep_ids: False keeps each update's set digest of sample ids only, 32 characters whatever the batch; such a
-            ledger can be audited against an order, and cannot be a control. A job that samerun launched always keeps them.
+            ledger can be audited against an order, and cannot be a control. A job that samerun launched keeps ids.
     """
 
     def __init__(
