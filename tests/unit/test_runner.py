@@ -17,6 +17,7 @@ from samerun.errors import Problem, Severity, UsageError
 from samerun.runner.assess import assess_evaluation, check_environment, check_resumed_at, control_microbatches
 from samerun.runner.evidence import (
     control_traces,
+    find_recorded,
     hash_folder,
     judged_bands,
     keep_recorded,
@@ -329,3 +330,12 @@ def test_paths_are_relative_to_the_manifest() -> None:
     work = Work(RunDirectory(Path("x")), manifest(watch=["../logs"]), Path("/base/moves"), Silent())
     assert work.checkpoint == Path("/base/moves/ckpt/step-12")
     assert work.watched("03-load") == [work.checkpoint, Path("/base/logs")]
+
+
+def test_recorded_controls_are_found_as_they_lie(tmp_path: Path) -> None:
+    for name in ("trace", "repeat-2/trace", "other"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / ("notes.txt" if name == "other" else "rank-00000.jsonl")).write_text("")
+    assert find_recorded(tmp_path) == [tmp_path / "trace", tmp_path / "repeat-2" / "trace"]
+    assert find_recorded(tmp_path / "trace") == [tmp_path / "trace"]
+    assert find_recorded(tmp_path / "absent") == []

@@ -30,7 +30,7 @@ def command(manifest: Path, directory: Path | None, as_json: bool) -> int:
 
     \b
     samerun calibrate move.yaml
-    samerun calibrate move.yaml --json > bands.json
+    samerun calibrate move.yaml --json
     """
     from samerun.cli.run import TerminalProgress
     from samerun.core.tolerance import bands_from_json
