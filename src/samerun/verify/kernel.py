@@ -1,32 +1,24 @@
-"""The digest's inner loop, compiled at first use for this machine's processor. Import it only where bytes are read.
-
-The loop is written in LLVM's intermediate language and compiled by `llvmlite`, for one element width at a time: loading
-that and compiling take a tenth of a second together. The same loop through numba takes ten times as long, most of it
-to load numba's type inference. Nothing is kept on disk.
-"""
+"""The digest's inner loop, compiled at first use for this machine's processor, for one element width at a time."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import cache
-from threading import Lock
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 import numpy.typing as npt
 
 from samerun.core import digest
-
-_Function = Callable[[int, int, int, int, int], int]
+from samerun.stores.native import compile_loop
 
 # One row after another, as `samerun.core.digest` defines it. The index key is multiplied afresh, not carried along:
 # on a plain induction variable every version of LLVM uses vector instructions, which are three times as fast.
 _LOOP = """
-define i64 @sum_terms(ptr noalias nocapture readonly %bits, ptr noalias nocapture readonly %starts, i64 %runs,
-                      i64 %length, i64 %seed) {{
+define i64 @loop(i64 %bits.at, i64 %starts.at, i64 %runs, i64 %length, i64 %seed) {{
 entry:
+  %bits = inttoptr i64 %bits.at to ptr
+  %starts = inttoptr i64 %starts.at to ptr
   %no_run = icmp eq i64 %runs, 0
   %no_element = icmp eq i64 %length, 0
   %nothing = or i1 %no_run, %no_element
@@ -71,7 +63,6 @@ exit:
   ret i64 %result
 }}
 """
-_compiling = Lock()
 
 
 def sum_terms(bits: npt.NDArray[Any], starts: npt.NDArray[np.uint64], length: int, seed: int | np.uint64) -> int:
@@ -85,38 +76,20 @@ def sum_terms(bits: npt.NDArray[Any], starts: npt.NDArray[np.uint64], length: in
     """
     if bits.size != starts.size * length or not (bits.flags.c_contiguous and starts.flags.c_contiguous):
         raise ValueError(f"{bits.size} elements are not {starts.size} contiguous runs of {length}")
-    function = _function(8 * bits.dtype.itemsize)
-    return function(bits.ctypes.data, starts.ctypes.data, starts.size, length, int(seed))
-
-
-def _function(width: int) -> _Function:
-    with _compiling:  # two threads that need the same width wait for one compilation
-        return _compiled(width)[1]
+    width = 8 * bits.dtype.itemsize
+    return _loop(width)(bits.ctypes.data, starts.ctypes.data, starts.size, length, int(seed))
 
 
 @cache
-def _compiled(width: int) -> tuple[Any, _Function]:
-    """Compiles for one element width in bits. Returns the engine, which owns the machine code, and the function."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    module = llvm.parse_assembly(
+def _loop(width: int) -> Callable[..., int]:
+    """Returns the loop for one element width in bits."""
+    return compile_loop(
         _LOOP.format(
             width=width,
             widen=f"zext i{width} %stored to i64" if width < 64 else "add i64 %stored, 0",
             stride=digest.STRIDE,
             multiplier_1=digest.MULTIPLIER_1,
             multiplier_2=digest.MULTIPLIER_2,
-        )
+        ),
+        5,
     )
-    features = llvm.get_host_cpu_features().flatten()
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=features, opt=3, jit=True
-    )
-    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
-    passes.getModulePassManager().run(module, passes)
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    kind = ctypes.CFUNCTYPE(
-        ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64
-    )
-    return engine, kind(engine.get_function_address("sum_terms"))

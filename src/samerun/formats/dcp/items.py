@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from samerun.formats.dcp.index import NOWHERE, Index, Ints, StoredTensor
 from samerun.formats.dcp.packed import find_zstd, is_zstd, largest_item_bytes, unpack
 from samerun.formats.torchfile.archive import Archive, read_archive, read_value
 from samerun.formats.torchfile.unpickle import Decoded, TensorRef
+from samerun.stores.crc32 import crc32
 from samerun.stores.local import MappedFiles
 
 _KEPT_EXTENTS = 65_536
@@ -126,7 +126,7 @@ class Items:
     def checksum(self, extent: Extent) -> int:
         """Computes the CRC-32 of the storage that holds a piece, reading it."""
         stop = extent.storage_offset_bytes + extent.storage_bytes
-        return zlib.crc32(memoryview(self._maps.map(extent.file))[extent.storage_offset_bytes : stop])
+        return crc32(memoryview(self._maps.map(extent.file))[extent.storage_offset_bytes : stop])
 
 
 def no_place(name: str) -> Problem:
