@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from samerun.errors import CorruptCheckpoint, FormatError, Problem, UnsupportedVersion, UsageError
-from samerun.formats.base import Checkpoint
-from samerun.formats.dcp.reader import metadata_files, open_dcp
+
+if TYPE_CHECKING:
+    from samerun.formats.base import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +28,6 @@ class Reader:
     recognise: Callable[[Path], str | None]
     open: Callable[[Path], Checkpoint]
     tracker: str | None = None
-
-
-def _recognise_dcp(path: Path) -> str | None:
-    found = metadata_files(path)
-    return f"it holds {found[0].name}" if found else None
 
 
 def _recognise_zero(path: Path) -> str | None:
@@ -90,7 +87,7 @@ READERS = (
     _reader("lightning", has_inner=True),
     _reader("huggingface", has_inner=True),
     _reader("accelerate", has_inner=True),
-    Reader("dcp", _recognise_dcp, open_dcp),
+    _reader("dcp"),
     Reader("zero", _recognise_zero, _open_zero),
     Reader("universal", _recognise_universal, _open_universal, "latest_universal"),
     _reader("fsdp1"),

@@ -90,7 +90,7 @@ def crc32(data: bytes | bytearray | memoryview | mmap.mmap, value: int = 0) -> i
     blocks = content.size // _BLOCK
     left = ctypes.create_string_buffer(_BLOCK)
     fold(content.ctypes.data, blocks, value ^ _ALL, ctypes.addressof(left))
-    return zlib.crc32(content[blocks * _BLOCK :], zlib.crc32(left.raw, _ALL))
+    return zlib.crc32(content[blocks * _BLOCK :].data, zlib.crc32(left.raw, _ALL))
 
 
 def _worthwhile(num_bytes: int) -> Callable[..., int] | None:

@@ -1,6 +1,7 @@
 """Machine code for the few loops that touch every byte: LLVM's intermediate language, compiled where it runs.
 
-`llvmlite` is loaded and a loop compiled in a tenth of a second, for the processor that is there. Nothing is kept on disk.
+`llvmlite` is loaded and a loop compiled in a tenth of a second, for the processor that is there. Nothing is kept on
+disk.
 """
 
 from __future__ import annotations

@@ -12,22 +12,13 @@ from samerun.core.state import LogicalState
 from samerun.errors import CorruptCheckpoint, Problem, UsageError
 from samerun.formats.base import Array, Extent, PayloadCheck, assemble_box, numpy_dtype, require_key, view_extent
 from samerun.formats.dcp.assemble import Assembled, assemble_state
+from samerun.formats.dcp.detect import metadata_files
 from samerun.formats.dcp.evidence import check_items, check_payloads
-from samerun.formats.dcp.files import RANK_METADATA
 from samerun.formats.dcp.index import merge_indexes, read_index
 from samerun.formats.dcp.items import Items
 from samerun.stores.local import MappedFiles
 
 _MAX_METADATA_BYTES = 16 << 30  # about 200 bytes per chunk: 80 million chunks
-
-
-def metadata_files(root: Path) -> tuple[Path, ...]:
-    """Returns the metadata of a DCP directory: `.metadata`, or every rank's own; empty if it is none."""
-    whole = root / ".metadata"
-    if os.path.lexists(whole):
-        return (whole,)
-    found = [(int(match.group(1)), name) for name in os.listdir(root) if (match := RANK_METADATA.match(name))]
-    return tuple(root / name for _, name in sorted(found))
 
 
 def open_dcp(path: Path) -> DcpCheckpoint:
