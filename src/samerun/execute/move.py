@@ -6,21 +6,23 @@ import errno
 import os
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock, local
+from typing import Any
 
 import numpy as np
 
 from samerun.errors import CorruptCheckpoint, ExecutionError, Problem
 from samerun.formats.base import Array
 from samerun.stores.crc32 import crc32
-from samerun.stores.local import MappedFiles, open_regular
+from samerun.stores.local import open_regular
 
 STEP_BYTES = 8 << 20  # between two looks at whether the work was cancelled
 BUFFER_BYTES = 256 << 10  # stays in a core's own cache: of 1 MiB, a copy took three times the processor time
 _MAX_OPEN_FILES = 64
+_PAGE_BYTES = 4096
 _NOT_IN_KERNEL = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF})
 
 
@@ -157,30 +159,57 @@ def sum_segments(content: memoryview, at: int, cuts: tuple[int, ...]) -> list[tu
     return [(a, b - a, crc32(content[a - at : b - at])) for a, b in pairwise(edges) if b > a]
 
 
-class SourceMaps:
-    """Maps of source files for reading with steps. Safe to use from several threads."""
+def read_strided(
+    source: int,
+    name: str,
+    offset: int,
+    strides: Sequence[int],
+    out: Array,
+    stored: np.dtype[Any],
+    change: Callable[[Array], Array],
+) -> None:
+    """Fills `out` with values of a file that lie with these steps in bytes, changed by `change`, in small parts.
 
-    def __init__(self) -> None:
-        self._maps = MappedFiles()
-        self._lock = Lock()
+    `stored` is their type in the file. Reads, and does not map: a file that is cut off meanwhile gives an error, where
+    touching its map would end the process.
 
-    def view(self, path: str, dtype: np.dtype[np.generic], offset: int, sizes: list[int], strides: list[int]) -> Array:
-        """Returns values of a file as an array with these steps in bytes; nothing is copied.
+    Raises:
+        CorruptCheckpoint: if they reach beyond the end of the file, as it is now.
+        ExecutionError: if the file cannot be read.
+    """
+    spans = [(size - 1) * stride for size, stride in zip(out.shape, strides, strict=True)]
+    need = sum(spans) + stored.itemsize
+    if out.size == 0:
+        return
+    widest = max(range(len(spans)), key=spans.__getitem__, default=0)
+    inner = need - spans[widest] if spans else need
+    if not spans or spans[widest] == 0 or (need <= BUFFER_BYTES and not _sparse(strides[widest], inner)):
+        content = _read_exactly(source, name, offset, need)
+        out[...] = change(np.ndarray(out.shape, stored, buffer=content, strides=tuple(strides)))
+        return
+    rows = 1 if _sparse(strides[widest], inner) else max(1, (BUFFER_BYTES - inner) // strides[widest] + 1)
+    for first in range(0, out.shape[widest], rows):
+        part = out[(slice(None),) * widest + (slice(first, first + rows),)]
+        read_strided(source, name, offset + first * strides[widest], strides, part, stored, change)
 
-        Raises:
-            CorruptCheckpoint: if they reach beyond the end of the file, as it is now.
-        """
-        with self._lock:
-            buffer = self._maps.map(Path(path))
-        need = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + dtype.itemsize
-        size = min(len(buffer), os.stat(path).st_size)
-        if offset < 0 or need > size or min(strides, default=0) < 0:
-            raise CorruptCheckpoint(ends_early(path, need, size))
-        return np.ndarray(sizes, dtype, buffer=buffer, offset=offset, strides=strides)
 
-    def close(self) -> None:
-        """Forgets the maps."""
-        self._maps.close()
+def _sparse(stride: int, inner: int) -> bool:
+    """Whether so much lies between two rows that reading them one by one is less work than reading over the gap."""
+    return inner >= _PAGE_BYTES and stride > 4 * inner
+
+
+def _read_exactly(source: int, name: str, offset: int, length: int) -> bytearray:
+    content = bytearray(length)
+    done = 0
+    while done < length:
+        try:
+            found = os.preadv(source, [memoryview(content)[done:]], offset + done)
+        except OSError as error:
+            raise ExecutionError(_unreadable(name, offset + done, error)) from error
+        if found == 0:
+            raise CorruptCheckpoint(ends_early(name, offset + length, offset + done))
+        done += found
+    return content
 
 
 def ends_early(path: str, needed: int, found: int) -> Problem:

@@ -83,6 +83,9 @@ class StateDictCheckpoint:
     def read(self, key: str, offsets: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None) -> Array:
         """Returns a box of a tensor. See `Checkpoint.read`."""
         entry = require_key(self.state, key)
+        held = self._held[key]
+        if isinstance(held, Stored) and held.inner is not None:
+            return held.inner[0].read(held.inner[1], offsets, sizes)
         return assemble_box(entry, lambda piece: self.read_piece(key, piece), offsets, sizes)
 
     def _extents(self) -> Iterator[tuple[str, Extent]]:
