@@ -1,10 +1,13 @@
 """Converting checkpoints, against the framework's own tools and against copying the same bytes.
 
-python benchmarks/convert.py --gigabytes 1.4 --work /tmp/bench
+python benchmarks/convert.py --size 1.4 --work /tmp/bench
+python benchmarks/convert.py --size 0.5 1 2 4 --work /tmp/bench --skip-framework
 
-Every row is a process of its own. CPU seconds are user and system time of that process, memory is the peak of its
-anonymous pages (mapped files are the page cache's). Ratios are of CPU time, to `cp` and to the framework's tool; what
-importing the framework alone costs is printed above.
+Every row is a process of its own. CPU seconds are user and system time of that process and those it starts, memory is
+the peak of its anonymous pages (mapped files are the page cache's). The three are run one after the other, `--repeat`
+times; the least of each counts. Ratios are of CPU time, to `cp`, to `cp` followed by flushing to disk (which samerun
+does before it renames, and `cp` leaves to the kernel's threads), and to the framework's tool. What importing the
+framework alone costs is printed above.
 """
 
 from __future__ import annotations
@@ -33,13 +36,50 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint import FileSystemReader
 state = {{}}
-_load_state_dict(state, FileSystemReader({source!r}), _EmptyStateDictLoadPlanner(), no_dist=True)
+planner = _EmptyStateDictLoadPlanner()
+_load_state_dict(state, storage_reader=FileSystemReader({source!r}), planner=planner, no_dist=True)
 def flat(tree, prefix=""):
     for name, value in tree.items():
         if isinstance(value, dict): yield from flat(value, prefix + str(name) + ".")
         elif isinstance(value, torch.Tensor): yield prefix + str(name), value.contiguous()
 save_file(dict(flat(state)), {dest!r})
 """
+RESHARD = """
+import os, sys, tempfile, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+WORLD = 3
+def work(rank, meeting):
+    dist.init_process_group("gloo", init_method="file://" + meeting, rank=rank, world_size=WORLD)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    state = {{}}
+    for name, item in FileSystemReader({source!r}).read_metadata().state_dict_metadata.items():
+        if not hasattr(item, "chunks"):
+            continue
+        kind = item.properties.dtype
+        if not item.size:
+            state[name] = torch.empty((), dtype=kind)
+            continue
+        rows = -(-item.size[0] // WORLD)
+        mine = max(0, min(rows, item.size[0] - rank * rows))
+        local = torch.empty((mine, *item.size[1:]), dtype=kind)
+        stride = torch.empty(item.size, device="meta").stride()
+        state[name] = DTensor.from_local(local, mesh, [Shard(0)], shape=item.size, stride=stride)
+    dcp.load(state, checkpoint_id={source!r})
+    dcp.save(state, checkpoint_id={dest!r})
+    dist.destroy_process_group()
+meeting = os.path.join(tempfile.mkdtemp(), "meeting")
+children = []
+for rank in range(WORLD):
+    child = os.fork()
+    if child == 0:
+        work(rank, meeting)
+        os._exit(0)
+    children.append(child)
+sys.exit(max(os.waitpid(child, 0)[1] != 0 for child in children))
+"""
+FLUSHED = "cp -r {source!s} {dest!s} && find {dest!s} -type f -exec sync {{}} +"
 
 
 @dataclass(frozen=True)
@@ -113,49 +153,73 @@ def convert(source: Path, dest: Path, *options: str) -> Cost:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=1.4)
-    parser.add_argument("--work", type=Path, required=True, help="an empty directory with four times that space")
+    parser.add_argument("--size", type=float, nargs="*", default=[1.4], help="gigabytes of model and optimizer")
+    parser.add_argument("--work", type=Path, required=True, help="an empty directory with five times that space")
+    parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--skip-framework", action="store_true")
     args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
-    export, sharded, file = args.work / "export", args.work / "dcp4", args.work / "whole.pt"
-    if not export.exists():
-        write_export(export, max(1, round(args.gigabytes * 1e9 / LAYER)))
-    size = (export / "state.safetensors").stat().st_size / 1e9
-    if not sharded.exists():
-        convert(export, sharded, "--to", "dcp", "--layout", "dp_shard=4")
-    if not file.exists():
-        convert(sharded, file, "--to", "torch")
-    imported = run(sys.executable, "-c", IMPORT) if not args.skip_framework else None
+    for size in args.size:
+        folder = args.work / f"{size:g}"
+        folder.mkdir(parents=True, exist_ok=True)
+        measure(folder, size, args.repeat, framework=not args.skip_framework)
+        shutil.rmtree(folder)
+
+
+def measure(work: Path, size: float, repeat: int, *, framework: bool) -> None:
+    """Prints the table of one size."""
+    export, sharded, file = work / "export", work / "dcp4", work / "whole.pt"
+    write_export(export, max(1, round(size * 1e9 / LAYER)))
+    convert(export, sharded, "--to", "dcp", "--layout", "dp_shard=4")
+    convert(sharded, file, "--to", "torch")
+    _remove(export)
+    imported = f"; framework's import {run(sys.executable, '-c', IMPORT).cpu:.1f} CPU s" if framework else ""
+    print(f"{file.stat().st_size / 1e9:.2f} GB of values{imported}")
+    head = (
+        f"{'work':<20}{'samerun':>20} | {'cp':>12} {'cp, flushed':>14} | {'tool':>16} | {'x cp':>6} {'x flushed':>10}"
+    )
+    print(
+        f"{head} {'x tool':>7}\n{'':<20}{'CPU s  wall   MB':>20} | {'CPU s  wall':>12} {'CPU s  wall':>14} | ", end=""
+    )
+    print(f"{'CPU s  wall   MB':>16} |")
     rows = [
         ("DCP -> torch.save", sharded, ["--to", "torch"], TORCH_SAVE),
         ("torch.save -> DCP", file, ["--to", "dcp"], FROM_TORCH),
         ("DCP -> safetensors", sharded, ["--to", "safetensors"], SCRIPT),
-        ("DCP 4 -> DCP 3", sharded, ["--to", "dcp", "--layout", "dp_shard=3"], None),
+        ("DCP 4 -> DCP 3", sharded, ["--to", "dcp", "--layout", "dp_shard=3"], RESHARD),
     ]
-    print(f"{size:.2f} GB of values; framework's import {imported.cpu:.1f} CPU s" if imported else f"{size:.2f} GB")
-    print(f"{'work':<22}samerun CPU s  wall s  anon MB | cp CPU s  wall s | tool CPU s  anon MB |    x cp  x tool")
     for name, source, options, script in rows:
-        copy, mine, theirs = args.work / "copy", args.work / "mine", args.work / "theirs"
-        for path in (copy, mine, theirs, args.work / "mine.samerun-proof.json"):
-            _remove(path)
-        copied = run("cp", "-r", str(source), str(copy))
-        _remove(copy)
-        made = convert(source, mine, *options)
-        _remove(mine)
-        tool = ratio = ""
-        if script is not None and imported is not None:
-            found = run(sys.executable, "-c", script.format(source=str(source), dest=str(theirs)))
-            tool = f"{found.cpu:>9.1f} {found.anon:>9.0f}"
-            ratio = f"{made.cpu / found.cpu:.2f}"
-            _remove(theirs)
-        print(
-            f"{name:<22}{made.cpu:>12.1f} {made.wall:>8.1f} {made.anon:>8.0f} |{copied.cpu:>9.1f} {copied.wall:>7.1f} |"
-            f" {tool:>20} | {made.cpu / copied.cpu:>8.2f}  {ratio:>6}",
-            flush=True,
-        )
+        copied, flushed, mine, theirs = [], [], [], []
+        for _ in range(repeat):
+            dest = work / "dest"
+            copied.append(run("cp", "-r", str(source), str(dest)))
+            _remove(dest)
+            flushed.append(run("sh", "-c", FLUSHED.format(source=source, dest=dest)))
+            _remove(dest)
+            mine.append(convert(source, dest, *options))
+            _remove(dest)
+            _remove(work / "dest.samerun-proof.json")
+            if framework:
+                theirs.append(run(sys.executable, "-c", script.format(source=str(source), dest=str(dest))))
+                _remove(dest)
+        tool = _least(theirs) if theirs else None
+        print(_row(name, _least(mine), _least(copied), _least(flushed), tool), flush=True)
+
+
+def _least(found: list[Cost]) -> Cost:
+    """Returns the least CPU and wall time and the largest memory of several runs."""
+    return Cost(min(x.wall for x in found), min(x.cpu for x in found), max(x.anon for x in found))
+
+
+def _row(name: str, mine: Cost, copied: Cost, flushed: Cost, tool: Cost | None) -> str:
+    theirs = f"{tool.cpu:>5.1f} {tool.wall:>5.1f} {tool.anon:>4.0f}" if tool else ""
+    ratio = f"{mine.cpu / tool.cpu:.2f}" if tool else ""
+    return (
+        f"{name:<20}{mine.cpu:>9.2f} {mine.wall:>5.1f} {mine.anon:>4.0f} | {copied.cpu:>6.2f} {copied.wall:>5.1f} "
+        f"{flushed.cpu:>8.2f} {flushed.wall:>5.1f} | {theirs:>16} | {mine.cpu / copied.cpu:>6.2f} "
+        f"{mine.cpu / flushed.cpu:>10.2f} {ratio:>7}"
+    )
 
 
 def _remove(path: Path) -> None:

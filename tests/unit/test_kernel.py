@@ -1,37 +1,47 @@
-"""The compiled kernel: its cache is a convenience, not a condition."""
+"""The compiled kernel gives the numbers of the definition, whatever the width, and stays inside its buffers."""
 
 from __future__ import annotations
 
-import importlib
+from concurrent.futures import ThreadPoolExecutor
 
-import numba
 import numpy as np
 import pytest
 
-from samerun.core.digest import digest_box, digest_seed
-from samerun.core.dtype import parse_dtype
+from samerun.core.digest import MULTIPLIER_1, MULTIPLIER_2, STRIDE
 from samerun.errors import CorruptCheckpoint
-from samerun.verify import kernel
 from samerun.verify.digest import digest_checkpoint
+from samerun.verify.kernel import sum_terms
 from support.memory import MemoryCheckpoint
 
 
-def test_it_compiles_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = numba.njit
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize(("runs", "length"), [(0, 0), (0, 5), (3, 0), (1, 1), (1, 7), (5, 1), (3, 257), (2, 4099)])
+def test_every_width_and_length_is_summed_as_defined(width: int, runs: int, length: int) -> None:
+    random = np.random.default_rng(7)
+    bits = random.integers(0, 256, runs * length * width, dtype=np.uint8).view(f"u{width}")
+    starts = random.integers(0, 1 << 63, runs, dtype=np.uint64)
+    seed = 0xFEDC_BA98_7654_3210
+    index = (starts[:, None] + np.arange(length, dtype=np.uint64)).reshape(-1)
+    z = bits.astype(np.uint64) ^ (index * np.uint64(STRIDE) + np.uint64(seed))
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(MULTIPLIER_1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(MULTIPLIER_2)
+    assert sum_terms(bits, starts, length, seed) == int((z ^ (z >> np.uint64(31))).sum(dtype=np.uint64))
 
-    def without_cache(*args: object, **options: object) -> object:
-        if options.get("cache"):
-            raise RuntimeError("cannot cache function: no locator available")
-        return real(*args, **options)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(numba, "njit", without_cache)
-        fresh = importlib.reload(kernel)
-        array = np.arange(40, dtype=np.float32)
-        seed = np.uint64(digest_seed("k", parse_dtype("float32"), (40,)))
-        total = fresh.sum_terms(array.view(np.uint32), np.zeros(1, np.uint64), 40, seed)
-        assert int(total) == digest_box("k", array)
-    importlib.reload(kernel)
+def test_it_reads_nothing_beyond_what_it_is_given() -> None:
+    bits, starts = np.zeros(12, np.uint32), np.zeros(2, np.uint64)
+    for wrong in (bits[:11], np.zeros(24, np.uint32)[::2]):
+        with pytest.raises(ValueError, match="contiguous runs"):
+            sum_terms(wrong, starts, 6, 1)
+    with pytest.raises(ValueError, match="contiguous runs"):
+        sum_terms(bits, starts, 7, 1)
+
+
+def test_threads_that_need_it_at_once_get_the_same_number() -> None:
+    array = np.arange(100_000, dtype=np.uint16)
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: sum_terms(array, np.zeros(1, np.uint64), array.size, 3), range(32)))
+    assert len(found) == 1
 
 
 def test_an_overlap_as_large_as_a_gap_is_no_whole_tensor() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from typing import TYPE_CHECKING
@@ -104,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line and exits. The only place where an unexpected exception becomes a message."""
     from samerun.cli.output import report_failure
 
+    gc.set_threshold(100_000, 20, 100)  # metadata is many small objects without cycles: looking for them costs a third
     try:
         code = root.main(args=list(argv) if argv is not None else None, prog_name="samerun", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:

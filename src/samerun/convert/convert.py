@@ -166,7 +166,14 @@ def prepare(
     destination = lay_out(WriteSource(view.state, _scalar_reader(view, embedded)), layout)
     decisions += require_decided(destination.problems, allow)
     settings = settings or Settings()
-    plan = plan_conversion(destination, view, _combined(trees), embedded=embedded, budget_bytes=settings.budget_bytes)
+    plan = plan_conversion(
+        destination,
+        view,
+        _combined(trees),
+        embedded=embedded,
+        budget_bytes=settings.budget_bytes,
+        trust_checksums=payloads is not None and payloads.intact is not False,
+    )
     if wrong := check_plan(plan, view.state):
         raise PlanError(wrong)
     before, trees = trees, fingerprint_source(source.path, plan.sources)

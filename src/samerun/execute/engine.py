@@ -21,9 +21,9 @@ from samerun.execute.journal import Journal, Segment
 from samerun.execute.move import (
     Mover,
     OpenFiles,
-    SourceMaps,
     open_destination,
     open_source,
+    read_strided,
     sum_segments,
     write_all,
 )
@@ -114,13 +114,10 @@ class _Execution:
         single = plan.destination.single_file
         self.paths = [str(root) if single else str(root / file.path) for file in plan.destination.files]
         self.sources, self.targets = OpenFiles(open_source), OpenFiles(open_destination)
-        self.maps = SourceMaps()
         self.mover = Mover(cancel.is_set)
         self.reading = Lock()
         order = np.argsort(plan.copies.slot, kind="stable")
         self.copies_of = order, np.searchsorted(plan.copies.slot[order], np.arange(len(plan.slots) + 1))
-        self.written = plan.written
-        self.cast = plan.cast
         self.started = time.monotonic()
         self.done_bytes = 0
 
@@ -132,7 +129,6 @@ class _Execution:
         finally:
             self.sources.close()
             self.targets.close()
-            self.maps.close()
 
     # --- files --------------------------------------------------------------------------------------------------
 
@@ -246,35 +242,41 @@ class _Execution:
             start = (low[i] - tile.origin).tolist()
             size = (high[i] - low[i]).tolist()
             place = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
-            box[place] = self.values(int(rows[i]), low[i], size, dtype)
+            self.fill(box[place], int(rows[i]), low[i])
         content: memoryview = box.reshape(-1).view(np.uint8).data
         write_all(self.targets.get(self.paths[file]), content, tile.at)
         cuts = self.work.cuts.get(file)
         return [(file, *part) for part in sum_segments(content, tile.at, cuts)] if cuts is not None else []
 
-    def values(self, row: int, low: Any, size: list[int], dtype: np.dtype[Any]) -> Array:
-        """Returns part of a copy's values, as they are to be written."""
+    def fill(self, out: Array, row: int, low: Any) -> None:
+        """Puts the part of a copy that begins at `low` into `out`, as it is to be written."""
         copies = self.plan.copies
-        step = low - copies.origin[row]
         if int(copies.source[row]) == MADE:
-            return self.made(row, low, size, dtype)
+            out[...] = self.made(row, low, list(out.shape), out.dtype)
+            return
+        name = self.plan.sources[int(copies.source[row])]
         stored = numpy_dtype(DTYPE_LIST[int(copies.stored[row])])
-        view = self.maps.view(
-            self.plan.sources[int(copies.source[row])],
-            stored.newbyteorder(">") if bool(copies.swapped[row]) and stored.kind in "fciu" else stored,
-            int(copies.offset[row]) + int((step * copies.strides[row]).sum()),
-            size,
-            copies.strides[row].tolist(),
-        )
-        if not bool(self.cast[row]):
-            return view
-        if bool(copies.swapped[row]) and stored.kind not in "fciu":
-            view = np.ascontiguousarray(view).view(f"u{stored.itemsize}").byteswap().view(stored)
+        swapped = bool(copies.swapped[row])
+        offset = int(copies.offset[row]) + int(((low - copies.origin[row]) * copies.strides[row]).sum())
         divisor = float(copies.divisor[row])
-        with np.errstate(all="ignore"):
-            if divisor != 1.0:
-                view = (view / np.asarray(divisor, stored)).astype(stored)
-            return view.astype(dtype)
+
+        def change(values: Array) -> Array:
+            if swapped and stored.kind not in "fciu":
+                values = np.ascontiguousarray(values).view(f"u{stored.itemsize}").byteswap().view(stored)
+            with np.errstate(all="ignore"):
+                if divisor != 1.0:
+                    values = (values / np.asarray(divisor, stored)).astype(stored)
+                return values.astype(out.dtype, copy=False)
+
+        read_strided(
+            self.sources.get(name),
+            name,
+            offset,
+            copies.strides[row].tolist(),
+            out,
+            stored.newbyteorder(">") if swapped and stored.kind in "fciu" else stored,
+            change,
+        )
 
     def made(self, row: int, low: Any, size: list[int], dtype: np.dtype[Any]) -> Array:
         """Returns values that only the reader can make."""

@@ -289,8 +289,13 @@ def assemble_box(
     read_piece: Callable[[int], Array],
     offsets: tuple[int, ...] | None = None,
     sizes: tuple[int, ...] | None = None,
+    *,
+    read_part: Callable[[int, tuple[int, ...], tuple[int, ...]], Array] | None = None,
 ) -> Array:
     """Reads a box of a tensor from the pieces that touch it. The body of every reader's `read`.
+
+    `read_part` returns the box at (offsets, sizes) inside a piece, for readers that would have to make the whole piece
+    otherwise.
 
     Raises:
         UsageError: for a box outside the tensor.
@@ -310,7 +315,11 @@ def assemble_box(
     box = np.empty(size, numpy_dtype(entry.dtype))
     for i, piece in enumerate(touching.tolist()):
         origin = first[piece] - entry.tiling.offsets[piece]
-        box[_slices(parts.offsets[i], parts.sizes[i])] = read_piece(piece)[_slices(origin, parts.sizes[i])]
+        if read_part is not None:
+            found = read_part(piece, tuple(origin.tolist()), tuple(parts.sizes[i].tolist()))
+        else:
+            found = read_piece(piece)[_slices(origin, parts.sizes[i])]
+        box[_slices(parts.offsets[i], parts.sizes[i])] = found
     return box
 
 

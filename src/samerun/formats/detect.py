@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from samerun.errors import CorruptCheckpoint, FormatError, Problem, UnsupportedVersion, UsageError
-from samerun.formats.base import Checkpoint
-from samerun.formats.dcp.reader import open_dcp
-from samerun.formats.dcpfile.opened import metadata_files
-from samerun.formats.megatron.detect import looks_like as looks_like_megatron
+
+if TYPE_CHECKING:
+    from samerun.formats.base import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,17 @@ class Reader:
 
 
 def _recognise_dcp(path: Path) -> str | None:
+    from samerun.formats.dcpfile.detect import metadata_files
+    from samerun.formats.megatron.detect import looks_like as looks_like_megatron
+
     found = metadata_files(path)
     return f"it holds {found[0].name}" if found and looks_like_megatron(path) is None else None
+
+
+def _open_dcp(path: Path) -> Checkpoint:
+    from samerun.formats.dcp.reader import open_dcp
+
+    return open_dcp(path)
 
 
 def _recognise_zero(path: Path) -> str | None:
@@ -98,7 +107,7 @@ READERS = (
     _reader("accelerate", has_inner=True),
     _reader("megatron", tracker=_MEGATRON_TRACKER),
     _reader("megatron-legacy", package="megatron_legacy", tracker=_MEGATRON_TRACKER),
-    Reader("dcp", _recognise_dcp, open_dcp),
+    Reader("dcp", _recognise_dcp, _open_dcp),
     Reader("zero", _recognise_zero, _open_zero),
     Reader("universal", _recognise_universal, _open_universal, "latest_universal"),
     _reader("fsdp1"),

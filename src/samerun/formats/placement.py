@@ -63,9 +63,19 @@ class Placement:
             divisor=self.divisors[piece] if self.divisors else 1.0,
         )
 
-    def view(self, piece: int, files: MappedFiles) -> Array:
-        """Returns the values of a piece; a view of the file unless they are cast or rescaled."""
-        values = view_extent(files, self.extent(piece))
+    def view(
+        self, piece: int, files: MappedFiles, part: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    ) -> Array:
+        """Returns the values of a piece, or of the box `part` (offsets, sizes) in it.
+
+        They are a view of the file unless they are cast or rescaled.
+        """
+        extent = self.extent(piece)
+        if part is not None:
+            first = sum(offset * stride for offset, stride in zip(part[0], extent.strides, strict=True))
+            at = extent.offset_bytes + first * extent.dtype.num_bytes
+            extent = replace(extent, offset_bytes=at, shape=part[1])
+        values = view_extent(files, extent)
         if self.divisors and self.divisors[piece] != 1.0:
             values = (values / np.asarray(self.divisors[piece], values.dtype)).astype(values.dtype)
         if self.cast is None:
@@ -153,7 +163,16 @@ class PlacedCheckpoint:
     def read(self, key: str, offsets: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None) -> Array:
         """Returns a box of a tensor. See `Checkpoint.read`."""
         entry = require_key(self.state, key)
-        return assemble_box(entry, lambda piece: self.read_piece(key, piece), offsets, sizes)
+        placement = self._placements.get(key)
+        if placement is None or key in self._constants:
+            return assemble_box(entry, lambda piece: self.read_piece(key, piece), offsets, sizes)
+        return assemble_box(
+            entry,
+            lambda piece: placement.view(piece, self._files),
+            offsets,
+            sizes,
+            read_part=lambda piece, first, count: placement.view(piece, self._files, (first, count)),
+        )
 
     def close(self) -> None:
         """Releases the files."""

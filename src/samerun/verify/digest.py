@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from samerun.core.box import check_tiling
 from samerun.core.digest import MASK, bits_of, box_runs, complex_as_two, digest_seed, to_hex
 from samerun.core.dtype import DType
-from samerun.errors import CorruptCheckpoint, Problem
+from samerun.errors import CorruptCheckpoint, FormatError, Problem
 from samerun.formats.base import coverage_problems
 
 if TYPE_CHECKING:
@@ -94,7 +95,34 @@ def read_pieces(checkpoint: Checkpoint, key: str) -> Iterator[tuple[tuple[int, .
     if problems:
         raise CorruptCheckpoint(problems)
     for piece in unique_pieces(entry):
-        yield tuple(entry.tiling.offsets[piece].tolist()), checkpoint.read_piece(key, piece)
+        yield from read_piece_blocks(checkpoint, key, piece)
+
+
+def read_piece_blocks(checkpoint: Checkpoint, key: str, piece: int) -> Iterator[tuple[tuple[int, ...], Array]]:
+    """Yields (offsets in the tensor, values) of a piece: whole where it is a view of its file.
+
+    Where the reader has to cast or rescale what is stored, it is read in blocks of some tens of MiB along the first
+    dimension, so that it never lies in memory whole.
+    """
+    entry = checkpoint.state.tensors[key]
+    first, sizes = tuple(entry.tiling.offsets[piece].tolist()), tuple(entry.tiling.sizes[piece].tolist())
+    num_bytes = math.prod(sizes) * entry.dtype.num_bytes
+    if num_bytes <= _BLOCK_BYTES or not sizes or not _is_made(checkpoint, key, piece):
+        yield first, checkpoint.read_piece(key, piece)
+        return
+    rows = max(1, _BLOCK_BYTES * sizes[0] // num_bytes)
+    for start in range(0, sizes[0], rows):
+        at = (first[0] + start, *first[1:])
+        yield at, checkpoint.read(key, at, (min(rows, sizes[0] - start), *sizes[1:]))
+
+
+def _is_made(checkpoint: Checkpoint, key: str, piece: int) -> bool:
+    """Whether a piece's values are not the stored ones."""
+    try:
+        extent = checkpoint.locate(key, piece)
+    except FormatError:
+        return False  # a number kept inside an object, or nothing that can be read: `read_piece` says so
+    return extent.dtype != checkpoint.state.tensors[key].dtype or extent.divisor != 1.0
 
 
 def unique_pieces(entry: TensorEntry) -> list[int]:

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from samerun.core.digest import bits_of
 from samerun.core.state import LogicalState, Role, TensorEntry
 from samerun.errors import FormatError, Problem, Severity
 from samerun.formats.base import Checkpoint
+from samerun.verify.digest import blocks, read_piece_blocks
 
 _WINDOW_ELEMENTS = 4 << 20
 _SQUARED_SLOTS = frozenset(
@@ -22,7 +24,7 @@ Array = npt.NDArray[Any]
 def check_values(checkpoint: Checkpoint, advance: Callable[[int], None] | None = None) -> list[Problem]:
     """Reads every tensor piece by piece and returns what is wrong with its values.
 
-    Memory stays below one piece plus a window of a few megabytes. `advance` is told the bytes read. Pieces that cannot
+    Memory stays at blocks of some tens of megabytes. `advance` is told the bytes read. Pieces that cannot
     be read are skipped: other checks name them.
     """
     problems: list[Problem] = []
@@ -100,19 +102,29 @@ def _check_tensor(
     found = _Found()
     first: dict[bytes, int] = {}
     for piece in range(len(entry.tiling)):
-        try:
-            values = checkpoint.read_piece(key, piece)
-        except FormatError:
-            found.all_zero = False
-            continue
-        found.look(values, squared=entry.key.slot in _SQUARED_SLOTS)
         box = entry.tiling.offsets[piece].tobytes() + entry.tiling.sizes[piece].tobytes()
         original = first.setdefault(box, piece)
-        if original != piece and values.tobytes() != checkpoint.read_piece(key, original).tobytes():
-            found.replicas.append(piece)
-        if advance is not None:
-            advance(values.nbytes)
+        try:
+            for _, values in read_piece_blocks(checkpoint, key, piece):
+                for _, block in blocks(values):
+                    found.look(block, squared=entry.key.slot in _SQUARED_SLOTS)
+                if advance is not None:
+                    advance(values.nbytes)
+            if original != piece and not _same_bits(checkpoint, key, piece, original):
+                found.replicas.append(piece)
+        except FormatError:
+            found.all_zero = False
     return found
+
+
+def _same_bits(checkpoint: Checkpoint, key: str, piece: int, other: int) -> bool:
+    """Whether two pieces of one box hold the same values bit by bit; compared block by block."""
+    pairs = zip(read_piece_blocks(checkpoint, key, piece), read_piece_blocks(checkpoint, key, other), strict=False)
+    return all(
+        np.array_equal(bits_of(x), bits_of(y))
+        for (_, mine), (_, theirs) in pairs
+        for (_, x), (_, y) in zip(blocks(mine), blocks(theirs), strict=True)
+    )
 
 
 def count_nonfinite(values: Array) -> int:

@@ -12,10 +12,10 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from samerun.errors import Problem, Severity
+from samerun.formats.dcpfile.detect import RANK_METADATA
 from samerun.formats.dcpfile.index import NOWHERE, Index, Ints
 
 DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp$")
-RANK_METADATA = re.compile(r"__(\d+)\.metadata$")
 _RESTORE = "restore the file from the source; nothing else holds these values"
 
 

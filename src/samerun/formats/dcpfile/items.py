@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from samerun.formats.dcpfile.index import NOWHERE, Index, Ints, StoredTensor
 from samerun.formats.dcpfile.packed import find_zstd, is_zstd, largest_item_bytes, unpack
 from samerun.formats.torchfile.archive import Archive, checksum_problem, read_archive, read_value
 from samerun.formats.torchfile.unpickle import Decoded, TensorRef
+from samerun.stores.crc32 import crc32
 from samerun.stores.local import MappedFiles
 
 _KEPT_EXTENTS = 65_536
@@ -132,14 +132,13 @@ class Items:
             for part, record in archive.records.items()
             if record.crc32 is not None
             and part.startswith("data/")
-            and (found := zlib.crc32(buffer[record.offset_bytes : record.offset_bytes + record.num_bytes]))
-            != record.crc32
+            and (found := crc32(buffer[record.offset_bytes : record.offset_bytes + record.num_bytes])) != record.crc32
         ]
 
     def checksum(self, extent: Extent) -> int:
         """Computes the CRC-32 of the storage that holds a piece, reading it."""
         stop = extent.storage_offset_bytes + extent.storage_bytes
-        return zlib.crc32(memoryview(self._maps.map(extent.file))[extent.storage_offset_bytes : stop])
+        return crc32(memoryview(self._maps.map(extent.file))[extent.storage_offset_bytes : stop])
 
 
 def no_place(name: str) -> Problem:

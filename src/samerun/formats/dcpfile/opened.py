@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from samerun.errors import CorruptCheckpoint, Problem
-from samerun.formats.dcpfile.files import RANK_METADATA, check_leftovers, check_places, find_files
+from samerun.formats.dcpfile.detect import metadata_files
+from samerun.formats.dcpfile.files import check_leftovers, check_places, find_files
 from samerun.formats.dcpfile.index import NOWHERE, Index, Ints, merge_indexes, read_index
 from samerun.formats.dcpfile.items import Items, no_place, transformed
 from samerun.stores.local import MappedFiles
@@ -17,15 +18,6 @@ from samerun.stores.local import MappedFiles
 _MAX_METADATA_BYTES = 16 << 30  # about 200 bytes per chunk: 80 million chunks
 _SMALLEST_ARCHIVE_BYTES = 200
 _LARGEST = 1 << 62
-
-
-def metadata_files(root: Path) -> tuple[Path, ...]:
-    """Returns the metadata of a DCP directory: `.metadata`, or every rank's own; empty if it is none."""
-    whole = root / ".metadata"
-    if os.path.lexists(whole):
-        return (whole,)
-    found = [(int(match.group(1)), name) for name in os.listdir(root) if (match := RANK_METADATA.match(name))]
-    return tuple(root / name for _, name in sorted(found))
 
 
 def read_metadata(root: Path, maps: MappedFiles) -> tuple[Index, tuple[Path, ...]]:

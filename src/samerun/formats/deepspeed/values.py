@@ -6,7 +6,6 @@ file of another save or rank shows by differing everywhere.
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from samerun.formats.base import Array, Extent, numpy_dtype
 from samerun.formats.deepspeed.gather import Replica
 from samerun.formats.deepspeed.states import StateFile
 from samerun.formats.placement import Placement
+from samerun.stores.crc32 import crc32
 from samerun.stores.local import MappedFiles
 
 _FEWEST_ELEMENTS = 32
@@ -67,8 +67,7 @@ def check_checksums(
             (name, record.crc32, found)
             for name, record in file.archive.records.items()
             if record.crc32 is not None
-            and (found := zlib.crc32(buffer[record.offset_bytes : record.offset_bytes + record.num_bytes]))
-            != record.crc32
+            and (found := crc32(buffer[record.offset_bytes : record.offset_bytes + record.num_bytes])) != record.crc32
         ]
         problems += [_checksum(file, *entry) for entry in bad]
         if advance is not None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from samerun.errors import FormatError
-from samerun.formats.lightning.reader import META, is_lightning
 from samerun.formats.statedict.tree import open_file
 from samerun.formats.torchfile.container import looks_like_torch_file
 from samerun.stores.local import MappedFiles
 
+META = "meta.pt"
+VERSION = "pytorch-lightning_version"
 _SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 
 
@@ -31,3 +34,10 @@ def _holds(file: Path) -> bool:
         return is_lightning(open_file(file, MappedFiles()).tree)
     except FormatError:
         return False
+
+
+def is_lightning(tree: Any) -> bool:
+    """Whether a value that a file holds is a Lightning checkpoint's."""
+    if not isinstance(tree, Mapping):
+        return False
+    return VERSION in tree or {"state_dict", "optimizer_states", "loops"} <= tree.keys()

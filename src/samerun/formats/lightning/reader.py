@@ -14,6 +14,7 @@ from typing import Any
 from samerun.core.state import RecordedProgress
 from samerun.errors import CorruptCheckpoint, Problem, Severity
 from samerun.formats.base import Checkpoint
+from samerun.formats.lightning.detect import META, VERSION
 from samerun.formats.statedict.adopt import adopt
 from samerun.formats.statedict.assemble import assemble
 from samerun.formats.statedict.checkpoint import StateDictCheckpoint
@@ -25,9 +26,7 @@ from samerun.formats.statedict.tree import open_file
 from samerun.stores.local import MappedFiles
 
 OpenInner = Callable[[Path], Checkpoint]
-META = "meta.pt"
-_VERSION = "pytorch-lightning_version"
-_SORTED = frozenset({"state_dict", "optimizer_states", "lr_schedulers", "current_model_state", _VERSION})
+_SORTED = frozenset({"state_dict", "optimizer_states", "lr_schedulers", "current_model_state", VERSION})
 
 
 def open_lightning(path: Path, open_inner: OpenInner) -> StateDictCheckpoint:
@@ -56,13 +55,6 @@ def open_lightning(path: Path, open_inner: OpenInner) -> StateDictCheckpoint:
     return assemble(path, "lightning", saved, files, inners)
 
 
-def is_lightning(tree: Any) -> bool:
-    """Whether a value that a file holds is a Lightning checkpoint's."""
-    if not isinstance(tree, Mapping):
-        return False
-    return _VERSION in tree or {"state_dict", "optimizer_states", "loops"} <= tree.keys()
-
-
 def _no_mapping(path: Path) -> Problem:
     return Problem(
         "SR-PKL-CONTAINER",
@@ -74,8 +66,8 @@ def _no_mapping(path: Path) -> Problem:
 
 def _sort(tree: Mapping[Any, Any], saved: SavedState) -> None:
     saved.written_by["format"] = "Lightning"
-    if isinstance(tree.get(_VERSION), str):
-        saved.written_by["lightning"] = tree[_VERSION]
+    if isinstance(tree.get(VERSION), str):
+        saved.written_by["lightning"] = tree[VERSION]
     _add_models(tree, saved)
     for number, state in enumerate(_items(tree.get("optimizer_states"))):
         if isinstance(state, dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from samerun.formats.base import (
 )
 from samerun.formats.statedict.stored import Stored
 from samerun.formats.torchfile.archive import checksum_problem
+from samerun.stores.crc32 import crc32
 from samerun.stores.local import MappedFiles
 
 Held = Stored | int | float
@@ -83,6 +83,9 @@ class StateDictCheckpoint:
     def read(self, key: str, offsets: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None) -> Array:
         """Returns a box of a tensor. See `Checkpoint.read`."""
         entry = require_key(self.state, key)
+        held = self._held[key]
+        if isinstance(held, Stored) and held.inner is not None:
+            return held.inner[0].read(held.inner[1], offsets, sizes)
         return assemble_box(entry, lambda piece: self.read_piece(key, piece), offsets, sizes)
 
     def _extents(self) -> Iterator[tuple[str, Extent]]:
@@ -132,7 +135,7 @@ class StateDictCheckpoint:
 
     def _check_payload(self, key: str, extent: Extent, advance: Callable[[int], None] | None) -> list[Problem]:
         stop = extent.storage_offset_bytes + extent.storage_bytes
-        found = zlib.crc32(memoryview(self._files.map(extent.file))[extent.storage_offset_bytes : stop])
+        found = crc32(memoryview(self._files.map(extent.file))[extent.storage_offset_bytes : stop])
         if advance is not None:
             advance(extent.storage_bytes)
         recorded = extent.crc32

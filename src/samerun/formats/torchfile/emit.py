@@ -46,6 +46,7 @@ __all__ = [
     "whole",
 ]
 
+_UINT16, _UINT32, _INT32 = struct.Struct("<H").pack, struct.Struct("<I").pack, struct.Struct("<i").pack
 _BATCH = 1000  # items per SETITEMS or APPENDS, as CPython's pickler has it
 
 
@@ -83,19 +84,30 @@ _ENCODE = Named("_codecs", "encode")
 _RECONSTRUCT = Named("numpy.core.multiarray", "_reconstruct")
 
 
+class _Unwritable(TypeError):
+    """A value that cannot be written. `path` is where it lies, innermost first, filled on the way out."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.path: list[Any] = []
+
+
 class _Emitter:
     def __init__(self, compact: bool) -> None:
         self._compact = compact
         self._out = bytearray(b"\x80\x02")
-        self._memo: dict[Any, int] = {}
+        self._memo: dict[Any, bytes] = {}  # what was written before, and the bytes that refer to it
         self._kept: list[Any] = []  # what the memo knows by identity must stay alive
         self._storages: dict[int, int] = {}
         self._order: list[Storage] = []
         self._numbers: list[tuple[int, str]] = []
-        self._path: list[str] = []
 
     def emit(self, value: Any) -> Emitted:
-        self._save(value)
+        try:
+            self._save(value)
+        except _Unwritable as error:
+            place = ".".join(str(step) for step in reversed(error.path)) or "the value itself"
+            raise TypeError(f"cannot write {error} at {place}") from None
         self._out += b"."
         return Emitted(bytes(self._out), tuple(self._order), tuple(self._numbers))
 
@@ -113,15 +125,16 @@ class _Emitter:
         elif isinstance(value, Mapping):
             self._dict(value)
         else:
-            place = ".".join(self._path) or "the value itself"
-            raise TypeError(f"cannot write {_describe(value)} at {place}")
+            raise _Unwritable(_describe(value))
 
     def _put(self, value: Any) -> None:
         """Remembers the value on top of the stack, by value if it is text or a name, otherwise by identity."""
         key = value if isinstance(value, str | Named) else id(value)
-        number = self._memo[key] = len(self._memo)
+        number = len(self._memo)
+        where = bytes((number,)) if number < 256 else _UINT32(number)
+        self._memo[key] = (b"h" if number < 256 else b"j") + where
         self._kept.append(value)
-        self._out += b"q" + bytes((number,)) if number < 256 else b"r" + struct.pack("<I", number)
+        self._out += (b"q" if number < 256 else b"r") + where
 
     def _put_container(self, value: Any) -> None:
         if not self._compact:
@@ -129,10 +142,10 @@ class _Emitter:
 
     def _get(self, key: Any) -> bool:
         """Writes a reference to what was written before; False if it was not."""
-        number = self._memo.get(key)
-        if number is None:
+        reference = self._memo.get(key)
+        if reference is None:
             return False
-        self._out += b"h" + bytes((number,)) if number < 256 else b"j" + struct.pack("<I", number)
+        self._out += reference
         return True
 
     def _none(self, value: None) -> None:
@@ -145,9 +158,9 @@ class _Emitter:
         if 0 <= value < 256:
             self._out += b"K" + bytes((value,))
         elif 0 <= value < 65_536:
-            self._out += b"M" + struct.pack("<H", value)
+            self._out += b"M" + _UINT16(value)
         elif -(1 << 31) <= value < 1 << 31:
-            self._out += b"J" + struct.pack("<i", value)
+            self._out += b"J" + _INT32(value)
         else:
             data = value.to_bytes((value.bit_length() >> 3) + 1, "little", signed=True)
             if value < 0 and len(data) > 1 and data[-1] == 0xFF and data[-2] & 0x80:
@@ -214,7 +227,7 @@ class _Emitter:
         while batch := list(islice(items, _BATCH)):
             self._out += b"(" if len(batch) > 1 else b""
             for number, item in batch:
-                self._inside(str(number), item)
+                self._inside(number, item)
             self._out += b"e" if len(batch) > 1 else b"a"
 
     def _dict(self, value: Mapping[Any, Any]) -> None:
@@ -232,18 +245,24 @@ class _Emitter:
         self._items(value)
 
     def _items(self, value: Mapping[Any, Any]) -> None:
-        items = iter(value.items())
+        items, memo = iter(value.items()), self._memo
         while batch := list(islice(items, _BATCH)):
             self._out += b"(" if len(batch) > 1 else b""
             for key, item in batch:
-                self._save(key)
-                self._inside(str(key), item)
+                reference = memo.get(key) if type(key) is str else None
+                if reference is not None:
+                    self._out += reference
+                else:
+                    self._save(key)
+                self._inside(key, item)
             self._out += b"u" if len(batch) > 1 else b"s"
 
-    def _inside(self, name: str, item: Any) -> None:
-        self._path.append(name)
-        self._save(item)
-        self._path.pop()
+    def _inside(self, name: Any, item: Any) -> None:
+        try:
+            self._save(item)
+        except _Unwritable as error:
+            error.path.append(name)
+            raise
 
     def _reduce(self, function: Named, args: tuple[Any, ...]) -> None:
         self._named(function)
@@ -302,7 +321,7 @@ class _Emitter:
     def _array(self, value: npt.NDArray[Any]) -> None:
         """An array as NumPy pickles it, under the name that releases before and after 2.0 know."""
         if value.dtype.hasobject or value.dtype.kind not in "biufc":
-            raise TypeError(f"cannot write an array of {value.dtype} at {'.'.join(self._path)}")
+            raise _Unwritable(f"an array of {value.dtype}")
         little = np.ascontiguousarray(value).astype(value.dtype.newbyteorder("<")).reshape(value.shape)
         code = little.dtype.str[1:]
         order = "<" if little.dtype.itemsize > 1 else "|"
