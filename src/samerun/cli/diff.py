@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from samerun.cli.output import emit_json
+from samerun.cli.output import emit_json, printable
 
 if TYPE_CHECKING:
     from samerun.verify.compare import Comparison
@@ -82,6 +82,6 @@ def _print_rows(title: str, rows: list[tuple[str, str]]) -> None:
         return
     click.echo(f"{title}: {len(rows)}")
     for key, text in rows[:_MOST_ROWS]:
-        click.echo(f"  {key}  {text}".rstrip())
+        click.echo(printable(f"  {key}  {text}".rstrip()))
     if len(rows) > _MOST_ROWS:
         click.echo(f"  ... and {len(rows) - _MOST_ROWS} more (--json lists all)")

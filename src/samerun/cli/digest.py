@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from samerun.cli.output import emit_json
+from samerun.cli.output import emit_json, printable
 
 
 @click.command(name="digest")
@@ -48,5 +48,5 @@ def command(
         emit_json("digest", {"tensors": digests, "state": state})
         return
     for key, digest in digests.items():
-        click.echo(f"{digest}  {key}")
+        click.echo(f"{digest}  {printable(key)}")
     click.echo(f"{state}  state ({len(digests)} tensors)")

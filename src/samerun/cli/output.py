@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,24 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
+
+
+# Control characters, marks that turn the direction of text, and halves of surrogate pairs.
+_UNPRINTABLE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+_HALVES = re.compile("[\\ud800-\\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""Returns text on one line that a terminal only shows: names in a checkpoint are whatever someone put there.
+
+    >>> printable("new\nline \x1b[31m")
+    'new\\nline \\x1b[31m'
+    """
+    return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def _lines(text: str) -> str:
+    return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def stdout_console() -> Console:
@@ -39,7 +58,8 @@ def _console(*, stderr: bool) -> Console:
 
 def emit_json(verb: str, body: Mapping[str, Any]) -> None:
     """Prints one JSON document with its schema key. Non-finite numbers become strings: JSON has none."""
-    click.echo(json.dumps({"schema": f"samerun/{verb}/1", **_finite(body)}, indent=1, ensure_ascii=False))
+    text = json.dumps({"schema": f"samerun/{verb}/1", **_finite(body)}, indent=1, ensure_ascii=False)
+    click.echo(_HALVES.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def _finite(value: Any) -> Any:  # JSON in, JSON out: the shape is the caller's
@@ -63,12 +83,12 @@ def print_problems(problems: Iterable[Problem], console: Console | None = None) 
     for problem in sorted(problems, key=lambda item: order.index(item.severity)):
         head = Text(f"{problem.severity.value:<8}", style=_STYLE[problem.severity])
         head.append(problem.code, style="bold")
-        head.append(f"  {problem.message}", style="default")
+        head.append(f"  {_lines(problem.message)}", style="default")
         out.print(head)
         place = ", ".join(f"{name} {value}" for name, value in problem.where.items())
-        for label, text in (("at", place), ("", _disagreement(problem)), ("do", problem.hint)):
+        for label, text in (("at", printable(place)), ("", _disagreement(problem)), ("do", problem.hint)):
             if text:
-                out.print(Text(f"        {label:<3} {text}", style="dim" if label == "at" else ""))
+                out.print(Text(f"        {label:<3} {_lines(text)}", style="dim" if label == "at" else ""))
 
 
 def _disagreement(problem: Problem) -> str:

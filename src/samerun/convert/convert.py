@@ -182,6 +182,7 @@ def prepare(
     plan = replace(plan, source_fingerprint=_combined(trees))
     decisions += require_decided(_check_space(place, plan.bytes_written), allow)
     notes = [problem for problem in found if problem.severity is Severity.WARNING]
+    notes = [problem for problem in (*kept, *destination.problems, *notes) if problem not in decisions]
     return Prepared(
         source=source,
         view=view,
@@ -190,7 +191,7 @@ def prepare(
         to=to,
         layout=layout,
         trees=trees,
-        problems=(*kept, *destination.problems, *notes),
+        problems=tuple(notes),
         decisions=tuple(decisions),
         dtypes=dtypes,
     )

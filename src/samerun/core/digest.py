@@ -47,7 +47,7 @@ def digest_seed(key: str, dtype: DType, shape: Sequence[int]) -> int:
     '7c273d4c02f5cac0'
     """
     text = f"samerun-digest/{VERSION}\n{key}\n{dtype.name}\n{','.join(str(size) for size in shape)}"
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 def to_hex(digest: int) -> str:
@@ -67,7 +67,7 @@ def state_digest(digests: Mapping[str, str]) -> str:
     True
     """
     text = "".join(f"{key} {digests[key]}\n" for key in sorted(digests))
-    return blake2b(text.encode(), digest_size=8).hexdigest()
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

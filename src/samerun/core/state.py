@@ -69,7 +69,7 @@ class TensorKey:
         """Reads the text form back. Raises ValueError if it is none."""
         head, colon, fqn = text.partition(":")
         role, _, slot = head.partition(".")
-        if not colon or not fqn:
+        if not colon:
             raise ValueError(f"a tensor key looks like param:layers.0.w, not {text!r}")
         return cls(Role(role), fqn, slot or None)
 

@@ -126,6 +126,7 @@ _LOOKED_FOR = (
 )
 _DEPTH = 2
 _MAX_ENTRIES = 10_000
+_UNFINISHED = ".samerun-partial-"  # of a conversion that was interrupted
 _MAX_TRACKER_BYTES = 4_096
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar", ".safetensors")
 
@@ -246,7 +247,11 @@ def _search(root: Path, depth: int, readers: tuple[Reader, ...]) -> Iterable[Pat
 def _folders(folder: Path) -> list[Path]:
     try:
         with os.scandir(folder) as entries:
-            return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+            return [
+                Path(entry.path)
+                for entry in entries
+                if entry.is_dir(follow_symlinks=False) and _UNFINISHED not in entry.name
+            ]
     except OSError:
         return []
 

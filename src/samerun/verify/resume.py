@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from samerun.core.state import LogicalState, ParamGroup, Role, TensorEntry
 from samerun.errors import Problem, Severity, has_errors
 
@@ -15,6 +17,13 @@ Verdict = Literal["yes", "partial", "no"]
 NEEDED = ("params", "optimizer", "groups", "scheduler", "rng", "data", "progress")
 _SHOWN = 4
 _SAME_SHAPE_SLOTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"})
+# What torch.optim (2.13), DeepSpeed and Megatron themselves keep in a group; anything else is the script's.
+_HYPERPARAMETERS = frozenset({
+    "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "rho", "alpha", "lambd", "t0",
+    "centered", "etas", "step_sizes", "amsgrad",
+    "momentum_decay", "beta2_decay", "d", "ns_steps", "ns_coefficients", "initial_lr",
+    "max_lr", "min_lr", "bias_correction", "wd_mult", "lr_mult", "is_expert", "is_decoupled_lr",
+})  # fmt: skip
 _NUMBERED = re.compile(r"(?:global_?step|step|iter|iteration|checkpoint|ckpt|update)[-_=]?0*(\d+)", re.IGNORECASE)
 _SCALER = re.compile(r"(?:^|[._])(?:grad_?)?scaler", re.IGNORECASE)
 
@@ -137,8 +146,9 @@ def check_optimizer(state: LogicalState) -> list[Problem]:
     orphans = sorted({*slots, *_grouped(state)} - model - {fqn for fqn in slots if fqn.startswith("#")})
     if orphans and model:
         problems.append(_orphans(orphans))
+    dims = {entry.key.fqn: len(entry.shape) for entry in state.tensors.values() if entry.key.role is not Role.OPTIM}
     for group in state.groups or (ParamGroup(tuple(slots), {}),):
-        problems += _check_group_slots(group, slots)
+        problems += _check_group_slots(group, slots, dims)
     problems += _check_slot_tensors(state)
     return problems
 
@@ -155,7 +165,7 @@ def _grouped(state: LogicalState) -> set[str]:
     return {fqn for group in state.groups for fqn in group.params if not fqn.startswith("#")}
 
 
-def _check_group_slots(group: ParamGroup, slots: Mapping[str, set[str]]) -> list[Problem]:
+def _check_group_slots(group: ParamGroup, slots: Mapping[str, set[str]], dims: Mapping[str, int]) -> list[Problem]:
     held = {fqn: slots[fqn] for fqn in group.params if fqn in slots}
     without = [fqn for fqn in group.params if fqn not in slots]
     problems: list[Problem] = []
@@ -173,7 +183,7 @@ def _check_group_slots(group: ParamGroup, slots: Mapping[str, set[str]]) -> list
     usual = Counter(slot for mine in held.values() for slot in mine)
     for slot, count in sorted(usual.items()):
         lacking = sorted(fqn for fqn, mine in held.items() if slot not in mine)
-        if lacking and count * 2 >= len(held):
+        if lacking and count * 2 >= len(held) and not _by_design(slot, lacking, held, dims):
             problems.append(
                 Problem(
                     "SR-OPT-SLOT",
@@ -183,6 +193,17 @@ def _check_group_slots(group: ParamGroup, slots: Mapping[str, set[str]]) -> list
                 )
             )
     return problems
+
+
+def _by_design(slot: str, lacking: Sequence[str], held: Mapping[str, set[str]], dims: Mapping[str, int]) -> bool:
+    """Whether other slots stand in for this one in tensors of another number of dimensions.
+
+    So it is in factored optimizers: Adafactor keeps rows and columns of matrices and every element of vectors.
+    """
+    having = [fqn for fqn, mine in held.items() if slot in mine]
+    theirs: set[str] = set().union(*(held[fqn] for fqn in having))
+    apart = not {dims.get(fqn) for fqn in lacking} & {dims.get(fqn) for fqn in having}
+    return apart and all(held[fqn] - theirs for fqn in lacking)
 
 
 def _check_slot_tensors(state: LogicalState) -> list[Problem]:
@@ -270,14 +291,7 @@ def _check_hyperparameters(groups: Sequence[ParamGroup]) -> list[Problem]:
     for number, group in enumerate(groups):
         missing = [name for name in every if name not in group.hyperparameters]
         if missing:
-            problems.append(
-                Problem(
-                    "SR-GROUP-HYPER",
-                    f"group {number} lacks hyperparameters that others have: {_some(missing)}",
-                    where={"key": f"param_groups.{number}"},
-                    hint="part of the groups was lost on saving; set them again from the training configuration",
-                )
-            )
+            problems.append(_hyperparameters_missing(number, missing, _has_its_own(group, groups)))
         if not group.params:
             problems.append(
                 Problem(
@@ -290,6 +304,25 @@ def _check_hyperparameters(groups: Sequence[ParamGroup]) -> list[Problem]:
                 )
             )
     return problems
+
+
+def _has_its_own(group: ParamGroup, groups: Sequence[ParamGroup]) -> bool:
+    """Whether a group has hyperparameters that another lacks: so do groups of two algorithms, not cut-off ones."""
+    return any(group.hyperparameters.keys() - other.hyperparameters.keys() for other in groups)
+
+
+def _hyperparameters_missing(number: int, missing: list[str], has_its_own: bool) -> Problem:
+    mild = has_its_own or not _HYPERPARAMETERS.intersection(missing)
+    return Problem(
+        "SR-GROUP-HYPER",
+        f"group {number} lacks hyperparameters that others have: {_some(missing)}",
+        severity=Severity.WARNING if mild else Severity.ERROR,
+        where={"key": f"param_groups.{number}"},
+        hint="right where groups follow different algorithms (Muon beside AdamW) or the script marks some of them; "
+        "otherwise part of the groups was lost on saving"
+        if mild
+        else "part of the groups was lost on saving; set them again from the training configuration",
+    )
 
 
 def check_counters(state: LogicalState, name: str, steps: Mapping[str, float]) -> list[Problem]:
@@ -453,6 +486,8 @@ def _check_rng_ranks(state: LogicalState) -> list[Problem]:
     for node in state.rng.values():
         if isinstance(node, dict) and node and all(re.search(r"\d+$", str(key)) for key in node):
             ranks |= ranks_in("", [str(key) for key in node])
+        elif isinstance(node, list) and len(node) > 1 and all(isinstance(item, dict | np.ndarray) for item in node):
+            ranks |= set(range(len(node)))
     if not ranks:
         return [
             Problem(

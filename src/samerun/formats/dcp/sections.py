@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from samerun.core.state import RecordedProgress
@@ -36,16 +37,26 @@ class Sections:
 
 
 def plant(items: Iterable[tuple[tuple[str | int, ...], Any]]) -> Tree:
-    """Builds the nested state dict back from (path, value) pairs. A list comes back as a mapping by index text."""
+    """Builds the nested state dict back from (path, value) pairs. What has the indices 0, 1, ... in paths is a list."""
     tree: Tree = {}
+    indexed: list[tuple[Tree, str]] = []  # where a container may be a list, outer before inner
     for path, value in items:
         node = tree
-        for part in path[:-1]:
-            inner = node.setdefault(str(part), {})
+        for part, below in pairwise(path):
+            name = str(part)
+            if name not in node:
+                node[name] = {}
+                if isinstance(below, int):
+                    indexed.append((node, name))
+            inner = node[name]
             if not isinstance(inner, dict):
-                inner = node[str(part)] = {"": inner}
+                inner = node[name] = {"": inner}
             node = inner
         node[str(path[-1])] = value
+    for holder, name in reversed(indexed):
+        inner = holder[name]
+        if isinstance(inner, dict) and inner.keys() == {str(i) for i in range(len(inner))}:
+            holder[name] = [inner[str(i)] for i in range(len(inner))]
     return tree
 
 

@@ -6,7 +6,7 @@ scalars are whole. Any job loads any cut; a fitting one only saves each rank fro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from samerun.core.mesh import Layout
@@ -54,7 +54,7 @@ def lay_out(source: WriteSource, layout: Layout | None = None) -> DestinationPla
         files=files,
         tensors=gather_slots([pieces.slots for pieces in directory.written]),
         dropped={**carried.dropped, **optimizer.dropped},
-        problems=(*carried.problems, *optimizer.problems, *_check_names(state)),
+        problems=(*carried.problems, *optimizer.problems, *_check_names(state), *_check_slots(state, carried.sections)),
     )
 
 
@@ -158,6 +158,20 @@ def _twice(name: str) -> Problem:
 
 def _file_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
+
+
+def _check_slots(state: LogicalState, sections: Mapping[str, Any]) -> Iterator[Problem]:
+    """Checks that no slot of the optimizer is an object under a position: a job asks for slots by FQN."""
+    for name, section in sections.items() if state.format != "dcp" else ():
+        held = section.get("state") if isinstance(section, Mapping) else None
+        if isinstance(held, Mapping) and held and all(str(key).isdecimal() for key in held):
+            slots = sorted({str(slot) for slots in held.values() if isinstance(slots, Mapping) for slot in slots})
+            yield Problem(
+                "SR-WRITE-OBJECT",
+                f"{name}.state keeps {', '.join(slots)} beside tensors, by position: no job finds them in dcp",
+                where={"key": f"{name}.state"},
+                hint="convert to torch, which keeps them where they were, or allow it: --allow SR-WRITE-OBJECT",
+            )
 
 
 def _check_names(state: LogicalState) -> tuple[Problem, ...]:

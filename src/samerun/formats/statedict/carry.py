@@ -28,6 +28,9 @@ _COUNTERS = ("update", "samples", "tokens", "epoch")
 # Hyperparameters that torch.optim keeps as tuples: Adam and its kin, Rprop, Adafactor.
 _TUPLES = frozenset({"betas", "etas", "step_sizes", "nus", "eps"})
 
+# MultiStepLR looks its update up in this mapping, by number. DCP keeps the keys of mappings as text.
+_BY_NUMBER = "milestones"
+
 
 @dataclass(slots=True)
 class Carried:
@@ -70,7 +73,7 @@ def _sections(state: LogicalState, carried: Carried) -> Iterator[tuple[str, Any]
         whole[carried.scheduler] = state.scheduler
         done.add(carried.scheduler)
         yield carried.scheduler, state.scheduler
-    covered = {flat for name, node in whole.items() for flat, _ in flatten(node, name)}
+    covered = {inner for name, node in whole.items() for inner in _names_in(node, name)}
     for name, value in state.objects.items():
         if name not in covered:
             yield name, value
@@ -93,14 +96,22 @@ def _sections(state: LogicalState, carried: Carried) -> Iterator[tuple[str, Any]
             yield f"progress.{name}", value
 
 
+def _names_in(node: Any, name: str) -> Iterator[str]:
+    """Yields the name of a value and of everything inside: formats differ in how deep they flatten, lists above all."""
+    yield name
+    if isinstance(node, Mapping | list):
+        for key, item in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _names_in(item, f"{name}.{key}")
+
+
 def _find_section(node: Mapping[str, Any], objects: Mapping[str, Any]) -> str | None:
     """Returns the name under which the objects hold this mapping: what stands before its first key."""
     flat = [name for name, _ in flatten(node)]
+    starts = {name[: i + 1] for name in objects for i, letter in enumerate(name) if letter == "."}
     for name in objects:
-        if name.endswith(f".{flat[0]}"):
-            prefix = name[: -len(flat[0]) - 1]
-            if all(f"{prefix}.{key}" in objects for key in flat):
-                return prefix
+        prefix, found, _ = f"{name}.".rpartition(f".{flat[0]}.")
+        if found and all(f"{prefix}.{key}" in objects or f"{prefix}.{key}." in starts for key in flat):
+            return prefix
     return None
 
 
@@ -136,7 +147,7 @@ def _convert_all(value: Any, name: str, *, numpy: bool) -> tuple[Any, dict[str, 
             converted, inner = _convert_all(item, f"{name}.{key}", numpy=numpy)
             left_out |= inner
             if converted is not _NOTHING:
-                kept[key] = converted
+                kept[key] = _by_number(key, converted)
         return (kept if kept else _NOTHING), left_out
     try:
         return writable(value, numpy=numpy), left_out
@@ -172,16 +183,22 @@ def writable(value: Any, *, numpy: bool = False) -> Any:
     if isinstance(value, Mapping):
         if numpy and value.get("bit_generator"):
             return _keep_arrays(value)
-        return {key: writable(item, numpy=numpy) for key, item in value.items()}
+        return {key: _by_number(key, writable(item, numpy=numpy)) for key, item in value.items()}
     if isinstance(value, list):
         if _is_python_state(value):
             return (value[0], tuple(value[1]), value[2])
-        if value[:1] == ["MT19937"] and len(value) == 5:
+        if len(value) == 5 and isinstance(value[0], str) and value[0] == "MT19937":
             return tuple(value) if numpy else tuple(writable(item) for item in value)
         return [writable(item, numpy=numpy) for item in value]
     if isinstance(value, tuple):
         return tuple(writable(item, numpy=numpy) for item in value)
     return value
+
+
+def _by_number(name: Any, value: Any) -> Any:
+    if name != _BY_NUMBER or not isinstance(value, Mapping):
+        return value
+    return {int(key) if isinstance(key, str) and key.isdecimal() else key: item for key, item in value.items()}
 
 
 def _keep_arrays(value: Any) -> Any:
@@ -190,7 +207,9 @@ def _keep_arrays(value: Any) -> Any:
 
 def _is_python_state(value: list[Any]) -> bool:
     """Whether this is what `random.getstate()` returns: version, words, and a pending Gaussian."""
-    return len(value) == 3 and value[0] in (2, 3) and isinstance(value[1], list) and len(value[1]) == 625
+    if len(value) != 3 or not isinstance(value[0], int) or not isinstance(value[1], list):
+        return False
+    return value[0] in (2, 3) and len(value[1]) == 625
 
 
 def writable_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -49,7 +49,7 @@ def plan_optimizer(state: LogicalState) -> WrittenOptimizer:
     for number, group in enumerate(state.groups):
         settings, left_out = writable_settings(group.hyperparameters)
         dropped |= {f"group {number}: {name}": why for name, why in left_out.items()}
-        if "betas" in settings and "eps" in settings:
+        if _is_adam(settings):
             added = {name: value for name, value in _ADAM.items() if name not in settings}
             completed |= added.keys()
             settings |= added
@@ -62,6 +62,12 @@ def plan_optimizer(state: LogicalState) -> WrittenOptimizer:
     if masters := [entry for entry in state.tensors.values() if entry.key.role is Role.MASTER]:
         problems.append(_masters_apart(masters))
     return WrittenOptimizer(tuple(groups), ordered, dropped, tuple(problems))
+
+
+def _is_adam(settings: Mapping[str, Any]) -> bool:
+    """Whether a group is one of Adam's. torch's NAdam, RAdam and Adamax have betas too, and never `amsgrad`."""
+    of_torch = settings.keys() & {"maximize", "foreach", "momentum_decay"}
+    return "betas" in settings and "eps" in settings and ("amsgrad" in settings or not of_torch)
 
 
 def _slot_name(entry: TensorEntry) -> str:

@@ -82,6 +82,8 @@ def _parse_header(file: Path, header: bytes) -> dict[str, Any]:
         raise CorruptCheckpoint(_header(file, str(error)[:200] or "it is nested too deeply")) from None
     if not isinstance(entries, dict):
         raise CorruptCheckpoint(_header(file, "it is no mapping"))
+    if broken := [name for name in entries if any("\ud800" <= letter <= "\udfff" for letter in name)]:
+        raise CorruptCheckpoint(_header(file, f"the name {broken[0]!r} is no Unicode text"))
     return entries
 
 

@@ -86,7 +86,7 @@ def _sort(node: Any, saved: SavedState, name: str, last: str, depth: int) -> Non
         saved.models.append(_module(name, node))
     elif depth and not looks_other(last) and is_state_dict(node, nested=looks_like_model(last) or looks_averaged(last)):
         _add_model(saved, name, node)
-    elif isinstance(node, dict) and depth < _DEPTH and node:
+    elif isinstance(node, dict) and depth < _DEPTH and node and not _is_table(node):
         for key, item in node.items():
             _sort(item, saved, f"{name}.{key}" if name else str(key), str(key), depth + 1)
     elif isinstance(node, list) and depth < _DEPTH and any(_is_part(last, item) for item in node):
@@ -94,6 +94,13 @@ def _sort(node: Any, saved: SavedState, name: str, last: str, depth: int) -> Non
             _sort(item, saved, f"{name}.{number}", last, depth + 1)
     else:
         saved.objects[name] = node
+
+
+def _is_table(node: Any) -> bool:
+    """Whether this is plain data under keys other than text, which a dotted name would make text of."""
+    if not isinstance(node, dict):
+        return not isinstance(node, list | Inert | Stored)
+    return not any(isinstance(key, str) for key in node) and all(_is_table(item) for item in node.values())
 
 
 def _is_part(last: str, item: Any) -> bool:

@@ -106,8 +106,11 @@ def _plain_tensor(tensor: Stored, files: MappedFiles) -> Any:
 
 
 def flatten(tree: Tree, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted name, value) for everything in nested mappings; lists and records are values."""
-    if not isinstance(tree, Mapping) or not tree:
+    """Yields (dotted name, value) for everything in nested mappings.
+
+    Lists and records are values, and so are mappings with other keys than text: a dotted name would lose those.
+    """
+    if not isinstance(tree, Mapping) or not tree or not all(isinstance(key, str) for key in tree):
         yield name, tree
         return
     for key, item in tree.items():

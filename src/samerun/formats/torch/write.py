@@ -42,6 +42,8 @@ def lay_out(source: WriteSource, layout: Layout | None = None) -> DestinationPla
     ):
         if section:
             tree[name] = section
+    loose, misplaced = _place_in_slots(state, sections, tree.get(OPTIMIZER, {}))
+    sections = loose
     taken = [name for name in sections if name in tree]
     tree |= {f"{name}_objects" if name in taken else name: value for name, value in sections.items()}
     pieces = Pieces()
@@ -52,7 +54,7 @@ def lay_out(source: WriteSource, layout: Layout | None = None) -> DestinationPla
         tensors=gather_slots([pieces.slots]),
         single_file=True,
         dropped={**carried.dropped, **optimizer.dropped},
-        problems=(*carried.problems, *optimizer.problems, *_check_order(state)),
+        problems=(*carried.problems, *optimizer.problems, *misplaced, *_check_order(state)),
     )
 
 
@@ -102,6 +104,45 @@ def _slots(slots: Mapping[str, TensorEntry]) -> dict[str, Any]:
             node = node.setdefault(part, {})
         node[last] = Number(str(entry.key)) if counter else whole(str(entry.key), entry.dtype, entry.shape)
     return found
+
+
+def _place_in_slots(
+    state: LogicalState, sections: Mapping[str, Any], optimizer: dict[str, Any]
+) -> tuple[dict[str, Any], tuple[Problem, ...]]:
+    """Puts what an optimizer keeps beside tensors (the history lists of LBFGS) back under its parameters.
+
+    Such objects are named by position. Only of a source that counts as this file does is the position theirs here.
+    """
+    found = {name: section["state"] for name, section in sections.items() if _holds_slots(section)}
+    loose = {name: section for name, section in sections.items() if name not in found}
+    for name, held in found.items():
+        rest = {key: value for key, value in sections[name].items() if key != "state"}
+        if rest:
+            loose[name] = rest
+        if state.format != "torch" or len(found) > 1 or not optimizer:
+            return dict(sections), (_misplaced(name, held),)
+        for position, slots in held.items():
+            optimizer["state"].setdefault(int(position), {}).update(slots)
+    return loose, ()
+
+
+def _holds_slots(section: Any) -> bool:
+    """Whether a section is what is left of an optimizer: `state`, with slots by position."""
+    held = section.get("state") if isinstance(section, Mapping) else None
+    if not isinstance(held, Mapping) or not held:
+        return False
+    return all(str(key).isdecimal() and isinstance(slots, Mapping) for key, slots in held.items())
+
+
+def _misplaced(name: str, held: Mapping[str, Any]) -> Problem:
+    slots = sorted({f"{slot}" for slots in held.values() for slot in slots})
+    return Problem(
+        "SR-WRITE-OBJECT",
+        f"{name}.state keeps {', '.join(slots)} beside tensors, by a position that means nothing here",
+        where={"key": f"{name}.state"},
+        hint="they are written under their own name, where no optimizer looks for them: --allow SR-WRITE-OBJECT if the "
+        "run can do without them",
+    )
 
 
 def _check_order(state: LogicalState) -> tuple[Problem, ...]:
