@@ -34,6 +34,14 @@ FLAVOURS: tuple[Flavour, ...] = ("trainer", "accelerate", "both")
 _MAX_SHARD_BYTES = 50_000_000_000  # `save_pretrained` of transformers 5
 _LOADERS = ("sampler", "dl_state_dict", "custom_checkpoint")
 _COUNTERS = ("update", "samples", "tokens", "epoch")
+# What Trainer insists on finding in its state. It goes by these steps and not by its arguments when it resumes, and
+# compares the batch: 0 is no batch of any job.
+_UNKNOWN = {"train_batch_size": 0, "logging_steps": 500, "eval_steps": 500, "save_steps": 500}
+# What every scheduler of torch.optim keeps. One that keeps nothing else and works by functions is a LambdaLR, such as
+# Trainer's; its `lr_lambdas` are empty mappings, which torch's DCP does not save (2.13).
+_BARE_SCHEDULER = frozenset(
+    {"base_lrs", "last_epoch", "verbose", "_step_count", "_is_initial", "_get_lr_called_within_step", "_last_lr"}
+)
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
 
 
@@ -170,6 +178,10 @@ class _Writer:
         if carried.scheduler not in sections:
             return
         tree = sections.pop(carried.scheduler)
+        if isinstance(tree, dict) and "base_lrs" in tree and tree.keys() <= _BARE_SCHEDULER:
+            tree = {**tree, "lr_lambdas": [None] * len(tree["base_lrs"])}
+            self.dropped["scheduler.lr_lambdas"] = "written as empty, which is what the source's format made nothing of"
+            self.problems.append(_lambdas())
         if self.for_accelerate:
             self.archive("scheduler.bin", tree)
         if self.for_trainer:
@@ -207,17 +219,20 @@ class _Writer:
             if self.state.groups:
                 self.problems.append(_no_counter(alone=not self.for_accelerate))
             return
-        self.text("trainer_state.json", {"global_step": progress.update, "epoch": float(progress.epoch or 0)})
+        counters = {"global_step": progress.update, "epoch": float(progress.epoch or 0)}
+        self.text("trainer_state.json", counters | _UNKNOWN)
         self.problems.append(_derived(progress.update))
 
     def plan(self) -> DestinationPlan:
+        names = {file.path for file, _ in self.files}
+        model_alone = all(name.startswith("model") for name in names)
         return DestinationPlan(
-            format="huggingface" if self.for_trainer else "accelerate",
+            format="safetensors" if model_alone else "huggingface" if self.for_trainer else "accelerate",
             files=tuple(file for file, _ in self.files),
             tensors=(*self.weight_slots, *gather_slots([slots for _, slots in self.files])),
             dropped=self.dropped,
             problems=tuple(self.problems),
-            read_as=("accelerate",) if self.flavour == "both" else (),
+            read_as=("accelerate",) if self.flavour == "both" and "optimizer.bin" in names else (),
         )
 
 
@@ -272,7 +287,18 @@ def _derived(update: int) -> Problem:
         "data as a number of updates, which is the source's place only with the same samples in each",
         severity=Severity.WARNING,
         hint="keep the samples per update and the order of the data, or set ignore_data_skip=True and place the data "
-        "yourself",
+        "yourself. A resumed Trainer logs, evaluates and saves at the steps in this file (500), not in its arguments",
+    )
+
+
+def _lambdas() -> Problem:
+    return Problem(
+        "SR-HFW-LAMBDAS",
+        "the source's scheduler has no lr_lambdas, which a LambdaLR, such as Trainer's, insists on: None is written "
+        "for each",
+        severity=Severity.NOTE,
+        where={"key": "scheduler.lr_lambdas"},
+        hint="the job's own functions are kept, as with plain functions they always are",
     )
 
 
