@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from samerun.cli import main
-from samerun.convert.convert import convert
+from samerun.convert.convert import convert, prepare
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, ParamGroup, RecordedProgress, Role
 from samerun.core.written import DestinationPlan
@@ -157,11 +158,17 @@ def test_a_swapped_moment_in_either_file_is_seen(tmp_path: Path):
 
 def test_the_verb_takes_a_flavour(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["convert", str(TRAINER), str(tmp_path / "out"), "--to"]
-    assert main([*arguments, "huggingface", "--flavour", "trainer", "--max-shard", "2KB"]) == 0
+
+    def verb(*more: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, *more])
+        return int(ended.value.code or 0)
+
+    assert verb("huggingface", "--flavour", "trainer", "--max-shard", "2KB") == 0
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
     assert not (tmp_path / "out" / "optimizer.bin").exists()
-    assert main([*arguments, "huggingface", "--flavour", "keras"]) == 2
-    assert main([*arguments, "dcp", "--flavour", "trainer"]) == 2
+    assert verb("huggingface", "--flavour", "keras") == 2
+    assert verb("dcp", "--flavour", "trainer") == 2
     assert "SR-USAGE-OPTION" in capsys.readouterr().err
 
 
@@ -297,21 +304,17 @@ def test_averages_and_unknown_sections_lie_beside_and_are_read_back(tmp_path: Pa
 
 
 def test_weights_alone_are_a_model_and_nothing_else(tmp_path: Path):
-    state = replace(without(adam_state(), Role.OPTIM), groups=(), progress=RecordedProgress(), objects={}, rng={})
-    plan = plan_of(state)
+    state = replace(without(adam_state(), Role.OPTIM), groups=(), progress=RecordedProgress(), objects={})
+    plan = plan_of(replace(state, scheduler=None, rng={}, data={}))
     assert [file.path for file in plan.files] == ["model.safetensors"]
     assert plan.problems == ()
 
 
 def test_nothing_is_written_before_what_blocks_is_decided(tmp_path: Path):
     source = open_checkpoint(ACCELERATE)
+    writer = partial(lay_out, flavour="accelerate", max_shard_bytes=500)
     with pytest.raises(UndecidedError) as refused:
-        from functools import partial
-
-        convert_with = partial(lay_out, flavour="accelerate", max_shard_bytes=500)
-        from samerun.convert.convert import prepare
-
-        prepare(source, tmp_path / "out", to="huggingface", writer=convert_with)
+        prepare(source, tmp_path / "out", to="huggingface", writer=writer)
     assert {problem.code for problem in refused.value.problems} == {"SR-HFW-PARTS"}
     assert not (tmp_path / "out").exists()
 

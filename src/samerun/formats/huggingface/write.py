@@ -212,7 +212,7 @@ class _Writer:
     def _trainer_state(self, sections: dict[str, Any]) -> None:
         kept = sections.get("trainer_state")
         if isinstance(kept, dict) and "global_step" in kept and _is_json(kept):
-            self.text("trainer_state.json", sections.pop("trainer_state"))
+            self.text("trainer_state.json", _listed(sections.pop("trainer_state")))
             return
         progress = self.state.progress
         if progress.update is None:
@@ -242,6 +242,16 @@ def slot_bytes(slot: Slot) -> int:
     for length in slot.sizes:
         size *= length
     return size
+
+
+def _listed(value: Any) -> Any:
+    """Makes lists again of mappings whose keys count: the flat names of the log's entries."""
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _listed(item) for key, item in value.items()}
+    if inner and list(inner) == [str(number) for number in range(len(inner))]:
+        return list(inner.values())
+    return inner
 
 
 def _is_json(value: Any) -> bool:
