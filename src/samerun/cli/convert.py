@@ -33,7 +33,8 @@ _FILES_SHOWN = 20
 @click.option("--allow", multiple=True, metavar="CODE", help="Accept a finding that blocks.")
 @click.option("--memory-budget", default="48MiB", show_default=True, metavar="SIZE", help="For buffers.")
 @click.option("--threads", type=click.IntRange(1, 256), help="Copies at once; as many as cores by default.")
-@click.option("--max-shard", metavar="SIZE", help="safetensors: the most that one file holds.")
+@click.option("--max-shard", metavar="SIZE", help="safetensors, huggingface: the most that one file holds.")
+@click.option("--flavour", metavar="F", help="huggingface: for trainer, accelerate, or both (the default).")
 @click.option("--format", "format_name", metavar="F", help="Read SRC as this format.")
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -48,6 +49,7 @@ def command(
     memory_budget: str,
     threads: int | None,
     max_shard: str | None,
+    flavour: str | None,
     format_name: str | None,
     dry_run: bool,
     as_json: bool,
@@ -73,7 +75,7 @@ def command(
 
     settings = Settings(_parse_size("--memory-budget", memory_budget), threads or min(8, os.cpu_count() or 1))
     wanted = dict(_parse_dtype(text) for text in dtypes)
-    writer = _writer(to, max_shard)
+    writer = _writer(to, max_shard, flavour)
     checkpoint = open_checkpoint(src, format_name)
     try:
         names = None if map_file is None else read_name_map(map_file, checkpoint.state)
@@ -140,14 +142,24 @@ def _parse_layout(text: str | None, source: Layout | None) -> Layout | None:
         raise _usage("SR-USAGE-LAYOUT", str(error), "a layout looks like dp_shard=4,tp=2 or dp=10") from None
 
 
-def _writer(to: str, max_shard: str | None) -> Writer | None:
-    if max_shard is None:
+def _writer(to: str, max_shard: str | None, flavour: str | None) -> Writer | None:
+    options: dict[str, Any] = {}
+    if max_shard is not None:
+        if to not in ("safetensors", "huggingface"):
+            raise _usage("SR-USAGE-OPTION", "--max-shard is for safetensors and huggingface only", "leave it out")
+        options["max_shard_bytes"] = _parse_size("--max-shard", max_shard)
+    if flavour is not None:
+        flavours = ("trainer", "accelerate", "both")
+        if to != "huggingface":
+            raise _usage("SR-USAGE-OPTION", "--flavour is for huggingface only", "leave it out")
+        if flavour not in flavours:
+            raise _usage("SR-USAGE-OPTION", f"--flavour {flavour}", f"flavours: {', '.join(flavours)}")
+        options["flavour"] = flavour
+    if not options:
         return None
-    if to != "safetensors":
-        raise _usage("SR-USAGE-OPTION", "--max-shard is for safetensors only", "leave it out")
-    from samerun.formats.safetensors.write import lay_out
+    from samerun.convert.convert import load_writer
 
-    return partial(lay_out, max_shard_bytes=_parse_size("--max-shard", max_shard))
+    return partial(load_writer(to), **options)
 
 
 @contextmanager

@@ -364,9 +364,28 @@ def _build(
         progress=progress,
     )
     partial.journal.stage("written")
-    destination = open_checkpoint(partial.payload, prepared.to)
+    formats = (plan.destination.format, *plan.destination.read_as)
+    evidence, *others = (
+        _read_back(prepared, partial.payload, format, settings, progress, cancel) for format in formats
+    )
+    for other in others:
+        evidence.problems += [problem for problem in other.problems if problem.severity is Severity.ERROR]
+    if has_errors(evidence.problems):
+        raise VerificationError(evidence.problems)
+    return evidence
+
+
+def _read_back(
+    prepared: Prepared,
+    payload: Path,
+    format: str,
+    settings: Settings,
+    progress: ProgressCallback | None,
+    cancel: Event,
+) -> Evidence:
+    destination = open_checkpoint(payload, format)
     try:
-        evidence = prove_equal(
+        return prove_equal(
             prepared.source,
             destination,
             _claim(prepared),
@@ -376,9 +395,6 @@ def _build(
         )
     finally:
         destination.close()
-    if has_errors(evidence.problems):
-        raise VerificationError(evidence.problems)
-    return evidence
 
 
 def _claim(prepared: Prepared) -> Claim:

@@ -96,6 +96,7 @@ class DestinationPlan:
     `dropped` names every tensor, group, object or section of the state that this format does not hold, with why; what
     is neither in `tensors` nor there has been forgotten, which `check_destination` reports. `problems` are the
     decisions that the user must make (severity error: refused unless allowed by code) and the notes that they see.
+    A destination that serves several frameworks is also read back as each of the formats in `read_as`.
     """
 
     format: str
@@ -104,6 +105,7 @@ class DestinationPlan:
     single_file: bool = False
     dropped: Mapping[str, str] = field(default_factory=dict[str, str])
     problems: tuple[Problem, ...] = ()
+    read_as: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:

@@ -18,8 +18,6 @@ def looks_like(path: Path) -> str | None:
     if not path.is_dir():
         return None
     names = sorted(entry.name for entry in path.iterdir())
-    if "trainer_state.json" in names:
-        return None
     random = next((name for name in names if _RANDOM.fullmatch(name)), None)
     if random is not None:
         return f"it holds {random}"

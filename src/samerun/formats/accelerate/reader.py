@@ -23,7 +23,7 @@ from samerun.formats.statedict.checkpoint import StateDictCheckpoint
 from samerun.formats.statedict.recognise import is_state_dict
 from samerun.formats.statedict.safefolder import INDEX_SUFFIX, open_weights
 from samerun.formats.statedict.saved import SavedModel, SavedState, sort_tree
-from samerun.formats.statedict.sidefiles import check_ranks_of, numbered, open_beside
+from samerun.formats.statedict.sidefiles import add_extra, check_ranks_of, numbered, open_beside
 from samerun.formats.statedict.tree import Tree
 from samerun.stores.local import MappedFiles
 
@@ -49,6 +49,7 @@ def open_accelerate(path: Path, open_inner: OpenInner) -> StateDictCheckpoint:
     _add_optimizers(path, saved, files)
     _add_objects(path, saved, files)
     random = _add_random(path, saved, files)
+    add_extra(path, saved, files)
     loaders = [name for name in saved.data if name.startswith("dl_state_dict")]
     if loaders and len(random) > 1:
         saved.problems.append(_cursor(path, loaders[0], len(random)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from samerun.formats.statedict.sidefiles import EXTRA
+
 _WEIGHTS = re.compile(
     r"(?:model|pytorch_model|adapter_model)(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin)(?:\.index\.json)?"
 )
@@ -21,6 +23,9 @@ def looks_like(path: Path) -> str | None:
     weights = sorted(name for name in names if _WEIGHTS.fullmatch(name))
     if {"optimizer.pt", "scheduler.pt"} <= names and (weights or any(map(_RANDOM.fullmatch, names))):
         return "it holds optimizer.pt and scheduler.pt as Trainer writes them"
+    others = any(name.startswith("random_states_") or name == "optimizer.bin" for name in names)
+    if weights and not others and names & {"optimizer.pt", EXTRA}:
+        return f"it holds {weights[0]} and {min(names & {'optimizer.pt', EXTRA})}"
     if "config.json" in names and weights and not any(name.startswith("random_states_") for name in names):
         return f"it holds config.json and {weights[0]}"
     return None

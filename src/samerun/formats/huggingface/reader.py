@@ -24,7 +24,7 @@ from samerun.formats.statedict.assemble import assemble
 from samerun.formats.statedict.checkpoint import StateDictCheckpoint
 from samerun.formats.statedict.safefolder import INDEX_SUFFIX, open_weights
 from samerun.formats.statedict.saved import SavedModel, SavedState
-from samerun.formats.statedict.sidefiles import check_ranks_of, numbered, open_beside, read_json
+from samerun.formats.statedict.sidefiles import add_extra, check_ranks_of, numbered, open_beside, read_json
 from samerun.stores.local import MappedFiles
 
 OpenInner = Callable[[Path], Checkpoint]
@@ -56,6 +56,7 @@ def open_huggingface(path: Path, open_inner: OpenInner) -> StateDictCheckpoint:
         saved.problems.append(_exported(path, exported, inners[0].path))
     _add_optimizer(path, saved, files)
     _add_rng(path, trainer, saved, files)
+    add_extra(path, saved, files)
     _describe(config, trainer, saved)
     saved.problems += check_config(config, saved.models, files)
     saved.problems += check_trainer(path, trainer, saved)
@@ -95,11 +96,11 @@ def _open_inners(path: Path, saved: SavedState, open_inner: OpenInner) -> list[C
 
 
 def _add_optimizer(path: Path, saved: SavedState, files: MappedFiles) -> None:
-    for name in ("optimizer.pt", "optimizer.bin"):
-        if (path / name).is_file():
-            tree = open_beside(path / name, saved, files)
-            if isinstance(tree, dict):
-                saved.optimizers.append(("optimizer", tree))
+    name = "optimizer.pt" if (path / "optimizer.pt").is_file() else "optimizer.bin"  # both: Trainer takes the first
+    if (path / name).is_file():
+        tree = open_beside(path / name, saved, files)
+        if isinstance(tree, dict):
+            saved.optimizers.append(("optimizer", tree))
     if (path / "scheduler.pt").is_file():
         saved.schedulers.append(("scheduler", open_beside(path / "scheduler.pt", saved, files)))
     if (path / "scaler.pt").is_file():

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from samerun.errors import FormatError, Problem, Severity
-from samerun.formats.statedict.saved import SavedState
+from samerun.formats.statedict.saved import SavedState, sort_tree
 from samerun.formats.statedict.tree import Tree, open_file
 from samerun.stores.local import MappedFiles
 
+EXTRA = "extra_state.pt"
 _MAX_JSON_BYTES = 1 << 28
 
 
@@ -33,6 +34,15 @@ def open_beside(file: Path, saved: SavedState, files: MappedFiles, *, known: boo
     if known:
         saved.unknown.update(bound.unknown)
     return bound.tree
+
+
+def add_extra(folder: Path, saved: SavedState, files: MappedFiles) -> None:
+    """Adds what samerun wrote beside the files that a framework knows: the state that none of them has a place for."""
+    if (folder / EXTRA).is_file():
+        tree = open_beside(folder / EXTRA, saved, files)
+        if isinstance(tree, dict):
+            for name, node in tree.items():
+                sort_tree({name: node}, saved)
 
 
 def read_json(file: Path, saved: SavedState) -> dict[str, Any]:

@@ -7,18 +7,15 @@ else keep the names that the source gave them; only the three names above are fi
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any
 
 from samerun.core.mesh import Layout
-from samerun.core.state import LogicalState, Role, TensorEntry
+from samerun.core.state import Role
 from samerun.core.written import DestinationPlan
-from samerun.errors import Problem, Severity
 from samerun.formats.base import WriteSource
 from samerun.formats.statedict.carry import carry_objects
-from samerun.formats.statedict.optimizers import WrittenOptimizer, plan_optimizer
-from samerun.formats.torchfile.nodes import Number, Tensor, whole
+from samerun.formats.statedict.optimizers import plan_optimizer
+from samerun.formats.statedict.trees import check_positions, write_model, write_optimizer
 from samerun.formats.torchfile.write import Pieces, add_archive, gather_slots
 
 MODEL, OPTIMIZER, SCHEDULER, AVERAGE = "model", "optimizer", "lr_scheduler", "ema"
@@ -54,56 +51,8 @@ def lay_out(source: WriteSource, layout: Layout | None = None) -> DestinationPla
         tensors=gather_slots([pieces.slots]),
         single_file=True,
         dropped={**carried.dropped, **optimizer.dropped},
-        problems=(*carried.problems, *optimizer.problems, *misplaced, *_check_order(state)),
+        problems=(*carried.problems, *optimizer.problems, *misplaced, *check_positions(state)),
     )
-
-
-def write_model(state: LogicalState, *roles: Role) -> OrderedDict[str, Tensor]:
-    """Returns a model's state dict: module by module in the state's order, buffers behind parameters, aliases last."""
-    entries = [entry for entry in state.tensors.values() if entry.key.role in roles]
-    first: dict[str, int] = {}
-    for entry in entries:
-        first.setdefault(entry.key.fqn.rpartition(".")[0], len(first))
-    ordered = sorted(
-        entries, key=lambda entry: (first[entry.key.fqn.rpartition(".")[0]], entry.key.role is Role.BUFFER)
-    )
-    model: OrderedDict[str, Tensor] = OrderedDict()
-    aliases: list[tuple[str, Tensor]] = []
-    for entry in ordered:
-        tensor = whole(str(entry.key), entry.dtype, entry.shape)
-        model[entry.key.fqn] = tensor
-        aliases += [(alias, Tensor(tensor.storage, tensor.shape)) for alias in entry.aliases]
-    model.update((name, tensor) for name, tensor in aliases if name not in model)
-    return model
-
-
-def write_optimizer(optimizer: WrittenOptimizer) -> dict[str, Any]:
-    """Returns an optimizer's state dict: members numbered group by group, their names beside the numbers."""
-    number = {fqn: i for i, fqn in enumerate(fqn for group in optimizer.groups for fqn in group.params)}
-    for fqn in optimizer.slots:
-        number.setdefault(fqn, len(number))
-    if not number and not optimizer.groups:
-        return {}
-    states = {number[fqn]: _slots(slots) for fqn, slots in optimizer.slots.items()}
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.groups:
-        named = not any(fqn.startswith("#") for fqn in group.params)
-        names = {"param_names": list(group.params)} if named else {}
-        groups.append({**group.settings, "params": [number[fqn] for fqn in group.params], **names})
-    return {"state": states, "param_groups": groups}
-
-
-def _slots(slots: Mapping[str, TensorEntry]) -> dict[str, Any]:
-    """Returns one parameter's state. A counter that was an integer in the source is one again: torch converts it."""
-    found: dict[str, Any] = {}
-    for slot, entry in slots.items():
-        counter = slot == "step" and entry.shape == () and entry.dtype.name == "int64"
-        node = found
-        *outer, last = slot.split(".")
-        for part in outer:
-            node = node.setdefault(part, {})
-        node[last] = Number(str(entry.key)) if counter else whole(str(entry.key), entry.dtype, entry.shape)
-    return found
 
 
 def _place_in_slots(
@@ -142,19 +91,4 @@ def _misplaced(name: str, held: Mapping[str, Any]) -> Problem:
         where={"key": f"{name}.state"},
         hint="they are written under their own name, where no optimizer looks for them: --allow SR-WRITE-OBJECT if the "
         "run can do without them",
-    )
-
-
-def _check_order(state: LogicalState) -> tuple[Problem, ...]:
-    """Notes that positions hold for a job that fills its groups as the source did."""
-    if not state.groups:
-        return ()
-    return (
-        Problem(
-            "SR-WRITE-POSITIONS",
-            f"optimizer state is numbered in the order of the source's {len(state.groups)} parameter groups",
-            severity=Severity.NOTE,
-            hint="torch compares the number of parameters only: the job must build its optimizer over the same groups "
-            "in the same order; the names lie beside the numbers as param_names",
-        ),
     )
