@@ -7,11 +7,13 @@ else keep the names that the source gave them; only the three names above are fi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from samerun.core.mesh import Layout
-from samerun.core.state import Role
+from samerun.core.state import LogicalState, Role
 from samerun.core.written import DestinationPlan
+from samerun.errors import Problem
 from samerun.formats.base import WriteSource
 from samerun.formats.statedict.carry import carry_objects
 from samerun.formats.statedict.optimizers import plan_optimizer
