@@ -9,7 +9,8 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
@@ -26,7 +27,6 @@ from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState
 from samerun.core.written import DestinationPlan
 from samerun.errors import (
-    CorruptCheckpoint,
     ExecutionError,
     PlanError,
     Problem,
@@ -39,6 +39,7 @@ from samerun.errors import (
 )
 from samerun.execute.check import PROOF_NAME, check_plan
 from samerun.execute.engine import ProgressCallback, Settings, execute_plan
+from samerun.execute.meeting import SPOILED, LaunchFailed
 from samerun.execute.partial import Partial, open_partial, proof_beside, require_places
 from samerun.execute.plan import ConversionPlan
 from samerun.execute.planner import plan_conversion
@@ -130,6 +131,7 @@ def prepare(
     given: Path | None = None,
     original: Checkpoint | None = None,
     writer: Writer | None = None,
+    payloads: bool = True,
 ) -> Prepared:
     """Plans a conversion and refuses whatever stands against it. Writes nothing.
 
@@ -144,6 +146,8 @@ def prepare(
         given: the path that the user named, where the checkpoint lies below it.
         original: the checkpoint as its reader opened it, where `source` is a view of one: what is checked of a source.
         writer: lays out the destination; that of the format `to` by default.
+        payloads: whether to compare stored bytes with the checksums recorded beside them; one of several processes
+            does it for all.
 
     Raises:
         UsageError: for a destination or a format that cannot be.
@@ -157,8 +161,8 @@ def prepare(
     trees = fingerprint_source(source.path, ())
     opened = original or source
     found = list(inspect_checkpoint(opened).problems)
-    payloads = opened.check_payloads() if isinstance(opened, Inspectable) else None
-    found += payloads.problems if payloads is not None else ()
+    if payloads and isinstance(opened, Inspectable):
+        found += opened.check_payloads().problems
     decisions = require_decided(found, allow)
     state, kept = settle_objects(source.state)
     view = RecastCheckpoint(_Settled(source, state), dtypes) if dtypes else _Settled(source, state)
@@ -298,37 +302,67 @@ def carry_out(
     """
     started = time.monotonic()
     settings, cancel = settings or Settings(), cancel or Event()
+    partial = open_place(prepared, settings)
+    with building(prepared, partial):
+        evidence = _build(prepared, partial, settings, progress, cancel)
+        commit(prepared, partial, evidence)
+    return converted(prepared, partial, evidence, started)
+
+
+def open_place(prepared: Prepared, settings: Settings, boots: Collection[str] = ()) -> Partial:
+    """Opens where the destination is built. Raises UsageError if it cannot be built there. See `open_partial`."""
     plan = prepared.plan
-    work = f"{plan.hash} {settings.tile_bytes}"
     try:
-        partial = open_partial(
+        return open_partial(
             prepared.place,
             prepared.source.path.resolve(),
             plan.source_fingerprint,
-            work,
+            f"{plan.hash} {settings.tile_bytes}",
             files=[file.path for file in plan.destination.files],
             single_file=plan.destination.single_file,
+            boots=boots,
         )
     except OSError as error:
         raise UsageError(_cannot_build(prepared.place, error)) from error
+
+
+@contextmanager
+def building(prepared: Prepared, partial: Partial | None) -> Generator[None]:
+    """Decides, when the block ends with an exception, whether what was built stays for another attempt."""
     try:
-        evidence = _build(prepared, partial, settings, progress, cancel)
-        if changed := _changes(prepared):
-            raise StalePlan(changed)
-        partial.write_proof(_proof(prepared, evidence, fingerprint_tree(partial.payload)))
-        partial.commit()
-    except (CorruptCheckpoint, StalePlan, VerificationError):
-        partial.discard()
-        raise
-    except (KeyboardInterrupt, InterruptedError) as error:
-        partial.close()
-        raise ExecutionError(_interrupted(prepared.place)) from error
-    except OSError as error:
-        partial.close()
-        raise ExecutionError(_failed(prepared.place, error)) from error
-    except BaseException:
-        partial.close()
-        raise
+        yield
+    except BaseException as error:
+        if partial is not None:
+            if isinstance(error, SPOILED) or (isinstance(error, LaunchFailed) and error.discard):
+                partial.discard()
+            partial.close()
+        match error:
+            case KeyboardInterrupt() | InterruptedError():
+                raise ExecutionError(_interrupted(prepared.place)) from error
+            case OSError():
+                raise ExecutionError(_failed(prepared.place, error)) from error
+            case _:
+                raise
+
+
+def commit(prepared: Prepared, partial: Partial, evidence: Evidence) -> None:
+    """Writes the proof and makes the destination visible.
+
+    Raises:
+        VerificationError: if the evidence is against it.
+        StalePlan: if the source changed meanwhile.
+    """
+    if has_errors(evidence.problems):
+        raise VerificationError(evidence.problems)
+    if changed := _changes(prepared):
+        raise StalePlan(changed)
+    partial.write_proof(_proof(prepared, evidence, fingerprint_tree(partial.payload)))
+    partial.commit()
+
+
+def converted(prepared: Prepared, partial: Partial, evidence: Evidence, started: float) -> Converted:
+    """Returns what was done; it is committed."""
+    plan = prepared.plan
     single = plan.destination.single_file
     return Converted(
         dest=prepared.place,
@@ -356,21 +390,31 @@ def _build(
         progress=progress,
     )
     partial.journal.stage("written")
-    destination = open_checkpoint(partial.payload, prepared.to)
+    return read_back(prepared, partial.payload, settings, progress, cancel)
+
+
+def read_back(
+    prepared: Prepared,
+    payload: Path,
+    settings: Settings,
+    progress: ProgressCallback | None,
+    cancel: Event,
+    share: tuple[int, int] = (0, 1),
+) -> Evidence:
+    """Compares what was built, through its own reader, with the source; with `share` a part of it."""
+    destination = open_checkpoint(payload, prepared.to)
     try:
-        evidence = prove_equal(
+        return prove_equal(
             prepared.source,
             destination,
             _claim(prepared),
             threads=settings.threads,
             progress=progress,
             cancel=cancel,
+            share=share,
         )
     finally:
         destination.close()
-    if has_errors(evidence.problems):
-        raise VerificationError(evidence.problems)
-    return evidence
 
 
 def _claim(prepared: Prepared) -> Claim:
