@@ -332,10 +332,11 @@ def _read(path: Path) -> Body | None:
 
 def _who() -> Body:
     """Returns what tells this process from others, here and on other machines."""
+    me: Body = {"host": platform.node(), "boot": boot_id(), "pids": "", "pid": os.getpid(), "started": ""}
     with suppress(OSError):
-        pids, started = os.readlink(_PIDS), _started(os.getpid())
-        return {"host": platform.node(), "boot": boot_id(), "pids": pids, "pid": os.getpid(), "started": started}
-    return {"host": platform.node(), "boot": boot_id(), "pids": "", "pid": os.getpid(), "started": ""}
+        if started := _started(os.getpid()):
+            me |= {"pids": os.readlink(_PIDS), "started": started}
+    return me
 
 
 def _started(pid: int) -> str | None:
