@@ -234,6 +234,8 @@ class Meeting:
             left = _read(self._at(f"bye-{rank:05d}")) is not None
             if (found := _read(self._at(name))) is not None:
                 return found
+            if left and self.failure is None:
+                self.failure = self._look_around()
             self.check()
             if left:
                 raise LaunchFailed(_lost(rank, self.hellos[rank], "it ended before it had said what was waited for"))
