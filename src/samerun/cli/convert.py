@@ -76,6 +76,7 @@ def command(
     from samerun.formats.detect import open_checkpoint
     from samerun.formats.mapfile import read_name_map
     from samerun.formats.mapped import MappedCheckpoint
+    from samerun.stores.remote import is_url
 
     settings = Settings(_parse_size("--memory-budget", memory_budget), threads or min(8, os.cpu_count() or 1))
     wanted = dict(_parse_dtype(text) for text in dtypes)
@@ -99,7 +100,7 @@ def command(
             allow=allow,
             dtype=wanted,
             settings=settings,
-            given=Path(src),
+            given=None if is_url(src) else Path(src),
             original=checkpoint,
             writer=writer,
             payloads=first,

@@ -46,6 +46,7 @@ from samerun.execute.planner import plan_conversion
 from samerun.formats.base import Array, Checkpoint, Inspectable, WriteSource
 from samerun.formats.detect import open_checkpoint
 from samerun.stores.local import TreeFingerprint, compare_trees, fingerprint_tree
+from samerun.stores.remote import original_name
 from samerun.verify.structure import inspect_checkpoint
 
 PROOF_SCHEMA = "samerun/convert-proof/1"
@@ -315,7 +316,7 @@ def open_place(prepared: Prepared, settings: Settings, boots: Collection[str] = 
     try:
         return open_partial(
             prepared.place,
-            prepared.source.path.resolve(),
+            original_name(prepared.source.path.resolve()),
             plan.source_fingerprint,
             f"{plan.hash} {settings.tile_bytes}",
             files=[file.path for file in plan.destination.files],
@@ -444,7 +445,7 @@ def _proof(prepared: Prepared, evidence: Evidence, written: TreeFingerprint) -> 
     return {
         "schema": PROOF_SCHEMA,
         "source": {
-            "path": str(source.path.resolve()),
+            "path": original_name(source.path.resolve()),
             "format": source.state.format,
             "fingerprint": prepared.trees[0].digest,
             "written_by": dict(source.state.written_by),

@@ -31,6 +31,7 @@ from samerun.execute.plan import DTYPE_LIST, MADE, ConversionPlan
 from samerun.execute.planner import DEFAULT_BUDGET_BYTES
 from samerun.execute.work import Tile, Unit, Work, plan_work
 from samerun.formats.base import Array, Checkpoint, numpy_dtype
+from samerun.stores.remote import find_remote
 
 _BUFFERS_PER_THREAD = 4  # what is stored, what it is cast to, what is written, and one to spare
 _SMALLEST_TILE_BYTES = 64 << 10
@@ -248,8 +249,11 @@ class Execution:
         runs = self.work.runs
         name = self.plan.sources[int(runs.source[run])]
         file, at, length = int(runs.file[run]), int(runs.at[run]), int(runs.length[run])
-        source, target = self.sources.get(name), self.targets.get(self.paths[file])
-        offset = int(runs.offset[run])
+        target, offset = self.targets.get(self.paths[file]), int(runs.offset[run])
+        if (remote := find_remote(name)) is not None:
+            found = self.mover.copy_fetched(remote, offset, target, at, length)
+            return [(file, at, length, found)] if file in self.work.cuts else []
+        source = self.sources.get(name)
         if file not in self.work.cuts:
             self.mover.copy(source, offset, target, at, length, name)
             return []

@@ -17,6 +17,7 @@ import numpy as np
 from samerun.errors import CorruptCheckpoint, ExecutionError, Problem
 from samerun.formats.base import Array
 from samerun.stores.local import MappedFiles, open_regular
+from samerun.stores.remote import REQUEST_BYTES, RemoteFile
 
 STEP_BYTES = 8 << 20  # between two looks at whether the work was cancelled
 BUFFER_BYTES = 1 << 20  # stays in the cache, so that copying, summing and writing touch memory once
@@ -103,6 +104,19 @@ class Mover:
         """Copies a range and returns the CRC32 of its bytes. Raises as `copy` does."""
         return self._through_buffer(source, offset, target, at, length, name, summed=True)
 
+    def copy_fetched(self, source: RemoteFile, offset: int, target: int, at: int, length: int) -> int:
+        """Copies a range of an object of a store, request by request, and returns the CRC32 of its bytes."""
+        checksum, done = 0, 0
+        while done < length:
+            self._look()
+            part = source.read(offset + done, offset + min(done + REQUEST_BYTES, length))
+            if not part:
+                raise CorruptCheckpoint(ends_early(source.url, offset + length, offset + done))
+            checksum = zlib.crc32(part, checksum)
+            write_all(target, part, at + done)
+            done += len(part)
+        return checksum
+
     def _through_buffer(
         self, source: int, offset: int, target: int, at: int, length: int, name: str, *, summed: bool = False
     ) -> int:
@@ -164,9 +178,12 @@ class SourceMaps:
         with self._lock:
             buffer = self._maps.map(Path(path))
         need = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + dtype.itemsize
-        size = min(len(buffer), os.stat(path).st_size)
+        size = len(buffer) if isinstance(buffer, RemoteFile) else min(len(buffer), os.stat(path).st_size)
         if offset < 0 or need > size or min(strides, default=0) < 0:
             raise CorruptCheckpoint(ends_early(path, need, size))
+        if isinstance(buffer, RemoteFile):
+            part = self._maps.range(Path(path), offset, need)
+            return np.ndarray(sizes, dtype, buffer=part, strides=strides)
         return np.ndarray(sizes, dtype, buffer=buffer, offset=offset, strides=strides)
 
     def close(self) -> None:

@@ -164,7 +164,7 @@ class Partial:
 
 def open_partial(
     place: Path,
-    source: Path,
+    source: Path | str,
     source_fingerprint: str,
     plan_hash: str,
     *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from samerun.formats.dcp.files import RANK_METADATA
 from samerun.formats.dcp.index import merge_indexes, read_index
 from samerun.formats.dcp.items import Items
 from samerun.stores.local import MappedFiles
+from samerun.stores.remote import Buffer, RemoteFile
 
 _MAX_METADATA_BYTES = 16 << 30  # about 200 bytes per chunk: 80 million chunks
 
@@ -40,8 +42,12 @@ def open_dcp(path: Path) -> DcpCheckpoint:
     metadata = metadata_files(path)
     for file in metadata:
         _check_size(file)
-    index = merge_indexes([(file, read_index(maps.map(file), file)) for file in metadata])
+    index = merge_indexes([(file, read_index(_whole(maps.map(file)), file)) for file in metadata])
     return DcpCheckpoint(path, assemble_state(path, index, metadata, maps), maps)
+
+
+def _whole(buffer: Buffer) -> mmap.mmap | bytes:
+    return bytes(buffer) if isinstance(buffer, RemoteFile) else buffer
 
 
 def _check_size(file: Path) -> None:

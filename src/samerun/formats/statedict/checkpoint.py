@@ -132,7 +132,7 @@ class StateDictCheckpoint:
 
     def _check_payload(self, key: str, extent: Extent, advance: Callable[[int], None] | None) -> list[Problem]:
         stop = extent.storage_offset_bytes + extent.storage_bytes
-        found = zlib.crc32(memoryview(self._files.map(extent.file))[extent.storage_offset_bytes : stop])
+        found = zlib.crc32(self._files.range(extent.file, extent.storage_offset_bytes, stop))
         if advance is not None:
             advance(extent.storage_bytes)
         recorded = extent.crc32
