@@ -100,6 +100,7 @@ def kill_at(event: int) -> Hook:
             count += 1
             if count == event:
                 os.kill(os.getpid(), signal.SIGKILL)
+                os._exit(128 + signal.SIGKILL)  # the first process of a process table cannot kill itself
 
         def counted_put(self: Meeting, name: str, body: dict[str, object]) -> None:
             if not name.startswith("beat"):

@@ -1,7 +1,7 @@
 """Object stores and whatever else fsspec reaches: a checkpoint at a URL, read by ranges as if it lay here.
 
-A view of a URL is a temporary directory with one file for every object. Objects up to `SMALL_FILE_BYTES` are fetched
-whole. Of a larger one only a placeholder lies there, with its size, its head and its tail; everything else of it is
+A view of a URL is a temporary directory with one file for every object. Objects up to `SMALL_FILE_BYTES`, and those
+whose names say that they are text, are fetched whole. Of a larger one only a placeholder lies there, with its size, its head and its tail; everything else of it is
 read by range when it is wanted. Placeholders are never read as if they were the object: `MappedFiles` gives the object
 itself, and `open_regular` refuses them. Small reads go through a cache of blocks; large ones into an unlinked temporary
 file that lives as long as the array made from it, so that memory stays bounded whatever the size of a tensor.
@@ -30,6 +30,7 @@ HEAD_BYTES = 1 << 16
 BLOCK_BYTES = 256 << 10
 REQUEST_BYTES = 8 << 20
 _MAX_BLOCKS = 128
+_TEXT = (".json", ".jsonl", ".txt", ".yaml", ".yml", ".toml")
 _MAX_OBJECTS = 100_000
 _MAX_SMALL_BYTES = 1 << 30
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*(::|://)")
@@ -78,10 +79,10 @@ class RemoteFile:
 
     def rfind(self, sub: bytes, start: int = 0, stop: int | None = None) -> int:
         """Returns where `sub` last lies, -1 if nowhere."""
-        end = self._size if stop is None else min(stop, self._size)
+        last = end = self._size if stop is None else min(stop, self._size)
         while end > start:
             first = max(start, end - BLOCK_BYTES)
-            if (found := self.read(first, min(end + len(sub) - 1, self._size)).rfind(sub)) >= 0:
+            if (found := self.read(first, min(end + len(sub) - 1, last)).rfind(sub)) >= 0:
                 return first + found
             end = first
         return -1
@@ -183,7 +184,7 @@ class RemoteView:
             raise FileNotFoundError(2, "nothing is there", self.url)
         if unsafe := [name for name in entries if {"", ".", ".."} & set(name.split("/")) or "\0" in name]:
             raise UsageError(_strange(self.url, unsafe[0]))
-        small = [name for name, entry in entries.items() if entry.size_bytes <= SMALL_FILE_BYTES]
+        small = [name for name, entry in entries.items() if _is_small(name, entry.size_bytes)]
         if (total := sum(entries[name].size_bytes for name in small)) > _MAX_SMALL_BYTES:
             raise UsageError(_too_much(self.url, f"{total} bytes in small objects"))
         for name, entry in entries.items():
@@ -193,13 +194,14 @@ class RemoteView:
         remote = f"{self._root.rstrip('/')}/{name}" if not self._is_file else self._root
         local = self.path if self._is_file else self.path / name
         local.parent.mkdir(parents=True, exist_ok=True)
-        if size <= SMALL_FILE_BYTES:
+        if _is_small(name, size):
             local.write_bytes(self._fetch(remote, 0, size) if size else b"")
             return
         with open(local, "xb") as file:
-            file.write(self._fetch(remote, 0, HEAD_BYTES))
-            file.seek(size - HEAD_BYTES)
-            file.write(self._fetch(remote, size - HEAD_BYTES, size))
+            file.write(self._fetch(remote, 0, min(HEAD_BYTES, size)))
+            tail = max(0, size - HEAD_BYTES)
+            file.seek(tail)
+            file.write(self._fetch(remote, tail, size))
         self._files.append(local)
         url = self.url if self._is_file else f"{self.url.rstrip('/')}/{name}"
         _files[local] = RemoteFile(url, size, lambda start, stop: self._fetch(remote, start, stop))
@@ -213,6 +215,10 @@ class RemoteView:
         for file in self._files:
             _files.pop(file, None)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _is_small(name: str, size: int) -> bool:
+    return size <= SMALL_FILE_BYTES or name.endswith(_TEXT)
 
 
 _views: dict[Path, RemoteView] = {}
