@@ -69,7 +69,7 @@ def command(
     from pathlib import Path
 
     from samerun.cli.output import emit_json
-    from samerun.convert.convert import carry_out, prepare
+    from samerun.convert.convert import carry_out, prepare, require_local
     from samerun.convert.together import carry_out_together, meet
     from samerun.execute.engine import Settings
     from samerun.execute.ranks import parse_launch
@@ -85,6 +85,7 @@ def command(
     first = launch is None or launch.rank == 0
     if dry_run and not first:
         return
+    require_local(dest)
     with ExitStack() as stack:
         cancel, meeting = Event(), None
         if launch is not None and not dry_run:

@@ -46,7 +46,7 @@ from samerun.execute.planner import plan_conversion
 from samerun.formats.base import Array, Checkpoint, Inspectable, WriteSource
 from samerun.formats.detect import open_checkpoint
 from samerun.stores.local import TreeFingerprint, compare_trees, fingerprint_tree
-from samerun.stores.remote import original_name
+from samerun.stores.remote import is_url, original_name
 from samerun.verify.structure import inspect_checkpoint
 
 PROOF_SCHEMA = "samerun/convert-proof/1"
@@ -155,6 +155,7 @@ def prepare(
         UndecidedError: if findings block that were not allowed; every one is listed.
         PlanError: if the plan is not right: a defect of the writer, or values that the source lacks.
     """
+    require_local(dest)
     place = require_places(given or source.path, Path(dest))
     require_places(source.path, Path(dest))
     lay_out = writer or load_writer(to)
@@ -192,6 +193,19 @@ def prepare(
         decisions=tuple(decisions),
         dtypes=dtypes,
     )
+
+
+def require_local(dest: str | os.PathLike[str]) -> None:
+    """Raises UsageError for a destination that is a URL."""
+    if is_url(dest):
+        raise UsageError(
+            Problem(
+                "SR-REMOTE-DEST",
+                "a destination is written on a file system, which can rename what is whole",
+                where={"file": str(dest)},
+                hint="convert onto a disk, and copy the directory to the store, samerun-proof.json last",
+            )
+        )
 
 
 def load_writer(to: str) -> Writer:

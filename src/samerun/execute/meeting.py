@@ -10,7 +10,7 @@ the destination, and looks for those of the others:
 
 A process knows that a session is of its own launch because its own random name is listed there; nothing that lies there
 from before can be mistaken. Clocks are never compared: whether another process lives is told by its number growing
-within this process's own time, or, on the same machine, by the process table. `docs/adr/0012` says why it is so.
+within this process's own time, or, on the same machine, by the process table. `docs/adr/0005` says why it is so.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Object stores and whatever else fsspec reaches: a checkpoint at a URL, read by ranges as if it lay here.
 
 A view of a URL is a temporary directory with one file for every object. Objects up to `SMALL_FILE_BYTES`, and those
-whose names say that they are text, are fetched whole. Of a larger one only a placeholder lies there, with its size, its head and its tail; everything else of it is
-read by range when it is wanted. Placeholders are never read as if they were the object: `MappedFiles` gives the object
-itself, and `open_regular` refuses them. Small reads go through a cache of blocks; large ones into an unlinked temporary
-file that lives as long as the array made from it, so that memory stays bounded whatever the size of a tensor.
+whose names say that they are text, are fetched whole. Of any other only a placeholder lies there, with its size, its
+head and its tail; everything else of it is read by range when it is wanted. Placeholders are never read as if they were
+the object: `MappedFiles` gives the object itself, and `open_regular` refuses them. Small reads go through a cache of
+blocks; large ones into an unlinked temporary file that lives as long as the array made from it, so that memory stays
+bounded whatever the size of a tensor.
 """
 
 from __future__ import annotations
