@@ -36,6 +36,7 @@ _FILES_SHOWN = 20
 @click.option("--max-shard", metavar="SIZE", help="safetensors, huggingface: the most that one file holds.")
 @click.option("--flavour", metavar="F", help="huggingface: for trainer, accelerate, or both (the default).")
 @click.option("--format", "format_name", metavar="F", help="Read SRC as this format.")
+@click.option("--rank-timeout", default=120.0, show_default=True, metavar="S", help="Under torchrun: patience.")
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
@@ -51,6 +52,7 @@ def command(
     max_shard: str | None,
     flavour: str | None,
     format_name: str | None,
+    rank_timeout: float,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -58,26 +60,40 @@ def command(
 
     SRC is only read. DEST appears whole, read back and proved, or not at all; the
     proof lies in it. A conversion that was killed goes on when it is run again.
+    Under torchrun, the processes of the launch share the work.
 
     \b
     samerun convert ckpt/step-1200 moved --to dcp
     samerun convert ds/global_step900 uni --to universal --dry-run
     """
     import os
+    from contextlib import ExitStack
     from pathlib import Path
 
     from samerun.cli.output import emit_json
-    from samerun.convert.convert import carry_out, prepare
+    from samerun.convert.convert import carry_out, prepare, require_local
+    from samerun.convert.together import carry_out_together, meet
     from samerun.execute.engine import Settings
+    from samerun.execute.ranks import parse_launch
     from samerun.formats.detect import open_checkpoint
     from samerun.formats.mapfile import read_name_map
     from samerun.formats.mapped import MappedCheckpoint
+    from samerun.stores.remote import is_url
 
     settings = Settings(_parse_size("--memory-budget", memory_budget), threads or min(8, os.cpu_count() or 1))
     wanted = dict(_parse_dtype(text) for text in dtypes)
     writer = _writer(to, max_shard, flavour)
-    checkpoint = open_checkpoint(src, format_name)
-    try:
+    launch = parse_launch(os.environ)
+    first = launch is None or launch.rank == 0
+    if dry_run and not first:
+        return
+    require_local(dest)
+    with ExitStack() as stack:
+        cancel, meeting = Event(), None
+        if launch is not None and not dry_run:
+            meeting = stack.enter_context(meet(launch, Path(src), Path(dest), cancel, rank_timeout))
+        checkpoint = open_checkpoint(src, format_name)
+        stack.callback(checkpoint.close)
         names = None if map_file is None else read_name_map(map_file, checkpoint.state)
         prepared = prepare(
             checkpoint if names is None else MappedCheckpoint(checkpoint, names),
@@ -87,9 +103,10 @@ def command(
             allow=allow,
             dtype=wanted,
             settings=settings,
-            given=Path(src),
+            given=None if is_url(src) else Path(src),
             original=checkpoint,
             writer=writer,
+            payloads=first,
         )
         if dry_run:
             if as_json:
@@ -97,10 +114,14 @@ def command(
             else:
                 _print_plan(prepared)
             return
-        with interruptible() as cancel, stage_progress() as progress:
+        stack.enter_context(interruptible(cancel))
+        progress = stack.enter_context(stage_progress()) if first else None
+        if meeting is None:
             done = carry_out(prepared, settings=settings, progress=progress, cancel=cancel)
-    finally:
-        checkpoint.close()
+        else:
+            done = carry_out_together(prepared, meeting, settings=settings, progress=progress)
+    if done is None:
+        return
     if as_json:
         emit_json("convert", done.to_json())
     else:
@@ -163,9 +184,9 @@ def _writer(to: str, max_shard: str | None, flavour: str | None) -> Writer | Non
 
 
 @contextmanager
-def interruptible() -> Generator[Event]:
+def interruptible(cancel: Event | None = None) -> Generator[Event]:
     """Yields an event that Ctrl-C and a scheduler's SIGTERM set, so that work stops where it can go on later."""
-    cancel = Event()
+    cancel = cancel or Event()
 
     def stop(number: int, frame: Any) -> None:
         if cancel.is_set() and number == signal.SIGINT:

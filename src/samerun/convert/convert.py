@@ -9,7 +9,8 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
@@ -26,7 +27,6 @@ from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState
 from samerun.core.written import DestinationPlan
 from samerun.errors import (
-    CorruptCheckpoint,
     ExecutionError,
     PlanError,
     Problem,
@@ -39,12 +39,14 @@ from samerun.errors import (
 )
 from samerun.execute.check import PROOF_NAME, check_plan
 from samerun.execute.engine import ProgressCallback, Settings, execute_plan
+from samerun.execute.meeting import SPOILED, LaunchFailed
 from samerun.execute.partial import Partial, open_partial, proof_beside, require_places
 from samerun.execute.plan import ConversionPlan
 from samerun.execute.planner import plan_conversion
 from samerun.formats.base import Array, Checkpoint, Inspectable, WriteSource
 from samerun.formats.detect import open_checkpoint
 from samerun.stores.local import TreeFingerprint, compare_trees, fingerprint_tree
+from samerun.stores.remote import is_url, original_name
 from samerun.verify.structure import inspect_checkpoint
 
 PROOF_SCHEMA = "samerun/convert-proof/1"
@@ -130,6 +132,7 @@ def prepare(
     given: Path | None = None,
     original: Checkpoint | None = None,
     writer: Writer | None = None,
+    payloads: bool = True,
 ) -> Prepared:
     """Plans a conversion and refuses whatever stands against it. Writes nothing.
 
@@ -144,12 +147,15 @@ def prepare(
         given: the path that the user named, where the checkpoint lies below it.
         original: the checkpoint as its reader opened it, where `source` is a view of one: what is checked of a source.
         writer: lays out the destination; that of the format `to` by default.
+        payloads: whether to compare stored bytes with the checksums recorded beside them; one of several processes
+            does it for all.
 
     Raises:
         UsageError: for a destination or a format that cannot be.
         UndecidedError: if findings block that were not allowed; every one is listed.
         PlanError: if the plan is not right: a defect of the writer, or values that the source lacks.
     """
+    require_local(dest)
     place = require_places(given or source.path, Path(dest))
     require_places(source.path, Path(dest))
     lay_out = writer or load_writer(to)
@@ -157,8 +163,8 @@ def prepare(
     trees = fingerprint_source(source.path, ())
     opened = original or source
     found = list(inspect_checkpoint(opened).problems)
-    payloads = opened.check_payloads() if isinstance(opened, Inspectable) else None
-    found += payloads.problems if payloads is not None else ()
+    if payloads and isinstance(opened, Inspectable):
+        found += opened.check_payloads().problems
     decisions = require_decided(found, allow)
     state, kept = settle_objects(source.state)
     view = RecastCheckpoint(_Settled(source, state), dtypes) if dtypes else _Settled(source, state)
@@ -195,6 +201,19 @@ def prepare(
         decisions=tuple(decisions),
         dtypes=dtypes,
     )
+
+
+def require_local(dest: str | os.PathLike[str]) -> None:
+    """Raises UsageError for a destination that is a URL."""
+    if is_url(dest):
+        raise UsageError(
+            Problem(
+                "SR-REMOTE-DEST",
+                "a destination is written on a file system, which can rename what is whole",
+                where={"file": str(dest)},
+                hint="convert onto a disk, and copy the directory to the store, samerun-proof.json last",
+            )
+        )
 
 
 def load_writer(to: str) -> Writer:
@@ -306,37 +325,67 @@ def carry_out(
     """
     started = time.monotonic()
     settings, cancel = settings or Settings(), cancel or Event()
+    partial = open_place(prepared, settings)
+    with building(prepared, partial):
+        evidence = _build(prepared, partial, settings, progress, cancel)
+        commit(prepared, partial, evidence)
+    return converted(prepared, partial, evidence, started)
+
+
+def open_place(prepared: Prepared, settings: Settings, boots: Collection[str] = ()) -> Partial:
+    """Opens where the destination is built. Raises UsageError if it cannot be built there. See `open_partial`."""
     plan = prepared.plan
-    work = f"{plan.hash} {settings.tile_bytes}"
     try:
-        partial = open_partial(
+        return open_partial(
             prepared.place,
-            prepared.source.path.resolve(),
+            original_name(prepared.source.path.resolve()),
             plan.source_fingerprint,
-            work,
+            f"{plan.hash} {settings.tile_bytes}",
             files=[file.path for file in plan.destination.files],
             single_file=plan.destination.single_file,
+            boots=boots,
         )
     except OSError as error:
         raise UsageError(_cannot_build(prepared.place, error)) from error
+
+
+@contextmanager
+def building(prepared: Prepared, partial: Partial | None) -> Generator[None]:
+    """Decides, when the block ends with an exception, whether what was built stays for another attempt."""
     try:
-        evidence = _build(prepared, partial, settings, progress, cancel)
-        if changed := _changes(prepared):
-            raise StalePlan(changed)
-        partial.write_proof(_proof(prepared, evidence, fingerprint_tree(partial.payload)))
-        partial.commit()
-    except (CorruptCheckpoint, StalePlan, VerificationError):
-        partial.discard()
-        raise
-    except (KeyboardInterrupt, InterruptedError) as error:
-        partial.close()
-        raise ExecutionError(_interrupted(prepared.place)) from error
-    except OSError as error:
-        partial.close()
-        raise ExecutionError(_failed(prepared.place, error)) from error
-    except BaseException:
-        partial.close()
-        raise
+        yield
+    except BaseException as error:
+        if partial is not None:
+            if isinstance(error, SPOILED) or (isinstance(error, LaunchFailed) and error.discard):
+                partial.discard()
+            partial.close()
+        match error:
+            case KeyboardInterrupt() | InterruptedError():
+                raise ExecutionError(_interrupted(prepared.place)) from error
+            case OSError():
+                raise ExecutionError(_failed(prepared.place, error)) from error
+            case _:
+                raise
+
+
+def commit(prepared: Prepared, partial: Partial, evidence: Evidence) -> None:
+    """Writes the proof and makes the destination visible.
+
+    Raises:
+        VerificationError: if the evidence is against it.
+        StalePlan: if the source changed meanwhile.
+    """
+    if has_errors(evidence.problems):
+        raise VerificationError(evidence.problems)
+    if changed := _changes(prepared):
+        raise StalePlan(changed)
+    partial.write_proof(_proof(prepared, evidence, fingerprint_tree(partial.payload)))
+    partial.commit()
+
+
+def converted(prepared: Prepared, partial: Partial, evidence: Evidence, started: float) -> Converted:
+    """Returns what was done; it is committed."""
+    plan = prepared.plan
     single = plan.destination.single_file
     return Converted(
         dest=prepared.place,
@@ -364,9 +413,22 @@ def _build(
         progress=progress,
     )
     partial.journal.stage("written")
-    formats = (plan.destination.format, *plan.destination.read_as)
+    return read_back(prepared, partial.payload, settings, progress, cancel)
+
+
+def read_back(
+    prepared: Prepared,
+    payload: Path,
+    settings: Settings,
+    progress: ProgressCallback | None,
+    cancel: Event,
+    share: tuple[int, int] = (0, 1),
+) -> Evidence:
+    """Compares what was built, through each reader that is to open it, with the source; with `share` a part of it."""
+    destination = prepared.plan.destination
     evidence, *others = (
-        _read_back(prepared, partial.payload, format, settings, progress, cancel) for format in formats
+        _read_as(prepared, payload, format, settings, progress, cancel, share)
+        for format in (destination.format, *destination.read_as)
     )
     for other in others:
         evidence.problems += [problem for problem in other.problems if problem.severity is Severity.ERROR]
@@ -375,13 +437,14 @@ def _build(
     return evidence
 
 
-def _read_back(
+def _read_as(
     prepared: Prepared,
     payload: Path,
     format: str,
     settings: Settings,
     progress: ProgressCallback | None,
     cancel: Event,
+    share: tuple[int, int],
 ) -> Evidence:
     destination = open_checkpoint(payload, format)
     try:
@@ -392,6 +455,7 @@ def _read_back(
             threads=settings.threads,
             progress=progress,
             cancel=cancel,
+            share=share,
         )
     finally:
         destination.close()
@@ -424,7 +488,7 @@ def _proof(prepared: Prepared, evidence: Evidence, written: TreeFingerprint) -> 
     return {
         "schema": PROOF_SCHEMA,
         "source": {
-            "path": str(source.path.resolve()),
+            "path": original_name(source.path.resolve()),
             "format": source.state.format,
             "fingerprint": prepared.trees[0].digest,
             "written_by": dict(source.state.written_by),

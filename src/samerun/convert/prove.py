@@ -14,6 +14,7 @@ from samerun.core.dtype import DType
 from samerun.core.state import LogicalState
 from samerun.errors import FormatError, Problem, Severity
 from samerun.execute.engine import Progress, ProgressCallback
+from samerun.execute.ranks import divide
 from samerun.formats.base import Checkpoint
 from samerun.verify.compare import compare_settings, compare_tensor
 from samerun.verify.digest import digest_cast, digest_tensor
@@ -48,10 +49,11 @@ class ProvedTensor:
 
 @dataclass(slots=True)
 class Evidence:
-    """What reading back gave. It is a proof only if no problem is an error."""
+    """What reading back gave. It is a proof only if no problem is an error, and all of `total` pairs were compared."""
 
     tensors: list[ProvedTensor] = field(default_factory=list[ProvedTensor])
     problems: list[Problem] = field(default_factory=list[Problem])
+    total: int = 0
 
     @property
     def state(self) -> str:
@@ -77,17 +79,26 @@ def prove_equal(
     threads: int = 2,
     progress: ProgressCallback | None = None,
     cancel: Event | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> Evidence:
     """Compares the digest of every tensor of the source with that of the destination, and the rest of the state.
 
     `source` is the checkpoint as it was opened; where `claim` says that another type was written, the destination must
-    hold the cast of it.
+    hold the cast of it. With `share` (rank, of how many) only that part of the tensors is compared, contiguous and
+    equal in bytes; what is not of single tensors is compared by rank 0.
 
     Raises:
         InterruptedError: if `cancel` was set.
     """
     evidence = Evidence([], list(_check_read_back(destination)))
     pairs = list(_pairs(source, destination, claim, evidence.problems))
+    evidence.total = len(pairs)
+    rank, ranks = share
+    if ranks > 1:
+        mine = divide([destination.state.tensors[saved].num_bytes for _, saved, _ in pairs], ranks)[rank]
+        pairs = pairs[mine.start : mine.stop]
+    if rank > 0:
+        evidence.problems.clear()
     stop = cancel or Event()
     started, done = time.monotonic(), 0
     total = sum(destination.state.tensors[saved].num_bytes for _, saved, _ in pairs)
@@ -113,7 +124,8 @@ def prove_equal(
         except BaseException:  # an interrupt from the keyboard: do not wait for what has not begun
             stop.set()
             raise
-    evidence.problems += _check_settings(claim, destination.state)
+    if rank == 0:
+        evidence.problems += _check_settings(claim, destination.state)
     return evidence
 
 

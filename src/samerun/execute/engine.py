@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from threading import Event, Lock
@@ -23,6 +24,8 @@ from samerun.execute.move import (
     OpenFiles,
     open_destination,
     open_source,
+    read_exactly,
+    read_remote,
     read_strided,
     sum_segments,
     write_all,
@@ -31,6 +34,7 @@ from samerun.execute.plan import DTYPE_LIST, MADE, ConversionPlan
 from samerun.execute.planner import DEFAULT_BUDGET_BYTES
 from samerun.execute.work import Tile, Unit, Work, plan_work
 from samerun.formats.base import Array, Checkpoint, numpy_dtype
+from samerun.stores.remote import find_remote
 
 _BUFFERS_PER_THREAD = 4  # what is stored, what it is cast to, what is written, and one to spare
 _SMALLEST_TILE_BYTES = 64 << 10
@@ -61,14 +65,20 @@ ProgressCallback = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the executor may use: anonymous memory for buffers, and threads."""
+    """What the executor may use: anonymous memory for buffers, and threads.
+
+    `agreed_tile_bytes` is what several processes agreed on, each with a budget and threads of its own.
+    """
 
     budget_bytes: int = DEFAULT_BUDGET_BYTES
     threads: int = 2
+    agreed_tile_bytes: int | None = None
 
     @property
     def tile_bytes(self) -> int:
         """The most that one thread puts together in memory at once."""
+        if self.agreed_tile_bytes is not None:
+            return self.agreed_tile_bytes
         return max(_SMALLEST_TILE_BYTES, self.budget_bytes // (self.threads * _BUFFERS_PER_THREAD))
 
 
@@ -92,10 +102,19 @@ def execute_plan(
         InterruptedError: if `cancel` was set.
         OSError: if reading or writing fails.
     """
-    _Execution(plan, checkpoint, root, journal, done, settings, cancel or Event(), progress).run()
+    with Execution(plan, checkpoint, root, journal, done, settings, cancel or Event(), progress) as execution:
+        execution.make_files()
+        execution.write_units()
+        execution.finish_files()
 
 
-class _Execution:
+class Execution:
+    """The steps of `execute_plan` one by one, for several processes that share them. A context that closes its files.
+
+    One process calls `make_files`; then every process calls `write_units` with its own share and `flush_units`; when
+    all of them have, one whose `done` holds the units of all calls `finish_files`.
+    """
+
     def __init__(
         self,
         plan: ConversionPlan,
@@ -121,14 +140,12 @@ class _Execution:
         self.started = time.monotonic()
         self.done_bytes = 0
 
-    def run(self) -> None:
-        try:
-            self.make_files()
-            self.write_units()
-            self.finish_files()
-        finally:
-            self.sources.close()
-            self.targets.close()
+    def __enter__(self) -> Execution:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.sources.close()
+        self.targets.close()
 
     # --- files --------------------------------------------------------------------------------------------------
 
@@ -164,10 +181,15 @@ class _Execution:
 
     # --- units --------------------------------------------------------------------------------------------------
 
-    def write_units(self) -> None:
+    def left(self) -> list[int]:
+        """Returns the units that are not done, in order."""
+        return [number for number in range(len(self.work.units)) if number not in self.done]
+
+    def write_units(self, numbers: Sequence[int] | None = None) -> None:
+        """Writes the units that are not done, or those of them that are given."""
         units = self.work.units
-        left = [number for number in range(len(units)) if number not in self.done]
-        self.advance(sum(unit.num_bytes for unit in units) - sum(units[number].num_bytes for number in left))
+        left = self.left() if numbers is None else [number for number in numbers if number not in self.done]
+        self.advance(sum(units[number].num_bytes for number in self.done))
         failed: list[BaseException] = []
 
         def write(number: int) -> tuple[int, list[Segment]] | None:
@@ -194,6 +216,16 @@ class _Execution:
             raise failed[0]
         self.look()
 
+    def flush_units(self, numbers: Sequence[int]) -> None:
+        """Flushes the files that these units lie in to disk."""
+        files: set[int] = set()
+        for unit in (self.work.units[number] for number in numbers):
+            files.update(self.work.runs.file[unit.first : unit.last].tolist())
+            files.update(int(self.plan.slots.file[tile.slot]) for tile in unit.tiles)
+        for file in sorted(files):
+            self.look()
+            os.fsync(self.targets.get(self.paths[file]))
+
     def look(self) -> None:
         if self.cancel.is_set():
             raise InterruptedError(4, "the conversion was interrupted")
@@ -216,8 +248,11 @@ class _Execution:
         runs = self.work.runs
         name = self.plan.sources[int(runs.source[run])]
         file, at, length = int(runs.file[run]), int(runs.at[run]), int(runs.length[run])
-        source, target = self.sources.get(name), self.targets.get(self.paths[file])
-        offset = int(runs.offset[run])
+        target, offset = self.targets.get(self.paths[file]), int(runs.offset[run])
+        if (remote := find_remote(name)) is not None:
+            found = self.mover.copy_fetched(remote, offset, target, at, length)
+            return [(file, at, length, found)] if file in self.work.cuts else []
+        source = self.sources.get(name)
         if file not in self.work.cuts:
             self.mover.copy(source, offset, target, at, length, name)
             return []
@@ -268,9 +303,9 @@ class _Execution:
                     values = (values / np.asarray(divisor, stored)).astype(stored)
                 return values.astype(out.dtype, copy=False)
 
+        remote = find_remote(name)
         read_strided(
-            self.sources.get(name),
-            name,
+            partial(read_exactly, self.sources.get(name), name) if remote is None else partial(read_remote, remote),
             offset,
             copies.strides[row].tolist(),
             out,

@@ -18,6 +18,7 @@ from samerun.errors import CorruptCheckpoint, ExecutionError, Problem
 from samerun.formats.base import Array
 from samerun.stores.crc32 import crc32
 from samerun.stores.local import open_regular
+from samerun.stores.remote import REQUEST_BYTES, RemoteFile
 
 STEP_BYTES = 8 << 20  # between two looks at whether the work was cancelled
 BUFFER_BYTES = 256 << 10  # stays in a core's own cache: of 1 MiB, a copy took three times the processor time
@@ -108,6 +109,19 @@ class Mover:
         """Copies a range and returns the CRC32 of its bytes. Raises as `copy` does."""
         return self._through_buffer(source, offset, target, at, length, name, summed=True)
 
+    def copy_fetched(self, source: RemoteFile, offset: int, target: int, at: int, length: int) -> int:
+        """Copies a range of an object of a store, request by request, and returns the CRC32 of its bytes."""
+        checksum, done = 0, 0
+        while done < length:
+            self._look()
+            part = source.read(offset + done, offset + min(done + REQUEST_BYTES, length))
+            if not part:
+                raise CorruptCheckpoint(ends_early(source.url, offset + length, offset + done))
+            checksum = crc32(part, checksum)
+            write_all(target, part, at + done)
+            done += len(part)
+        return checksum
+
     def _through_buffer(
         self, source: int, offset: int, target: int, at: int, length: int, name: str, *, summed: bool = False
     ) -> int:
@@ -160,8 +174,7 @@ def sum_segments(content: memoryview, at: int, cuts: tuple[int, ...]) -> list[tu
 
 
 def read_strided(
-    source: int,
-    name: str,
+    read: Callable[[int, int], bytes | bytearray],
     offset: int,
     strides: Sequence[int],
     out: Array,
@@ -170,8 +183,8 @@ def read_strided(
 ) -> None:
     """Fills `out` with values of a file that lie with these steps in bytes, changed by `change`, in small parts.
 
-    `stored` is their type in the file. Reads, and does not map: a file that is cut off meanwhile gives an error, where
-    touching its map would end the process.
+    `read` gives a number of bytes from an offset on; `stored` is their type in the file. Reads, and does not map: a
+    file that is cut off meanwhile gives an error, where touching its map would end the process.
 
     Raises:
         CorruptCheckpoint: if they reach beyond the end of the file, as it is now.
@@ -184,13 +197,13 @@ def read_strided(
     widest = max(range(len(spans)), key=spans.__getitem__, default=0)
     inner = need - spans[widest] if spans else need
     if not spans or spans[widest] == 0 or (need <= BUFFER_BYTES and not _sparse(strides[widest], inner)):
-        content = _read_exactly(source, name, offset, need)
+        content = read(offset, need)
         out[...] = change(np.ndarray(out.shape, stored, buffer=content, strides=tuple(strides)))
         return
     rows = 1 if _sparse(strides[widest], inner) else max(1, (BUFFER_BYTES - inner) // strides[widest] + 1)
     for first in range(0, out.shape[widest], rows):
         part = out[(slice(None),) * widest + (slice(first, first + rows),)]
-        read_strided(source, name, offset + first * strides[widest], strides, part, stored, change)
+        read_strided(read, offset + first * strides[widest], strides, part, stored, change)
 
 
 def _sparse(stride: int, inner: int) -> bool:
@@ -198,7 +211,15 @@ def _sparse(stride: int, inner: int) -> bool:
     return inner >= _PAGE_BYTES and stride > 4 * inner
 
 
-def _read_exactly(source: int, name: str, offset: int, length: int) -> bytearray:
+def read_remote(source: RemoteFile, offset: int, length: int) -> bytes:
+    """Returns bytes of an object. Raises CorruptCheckpoint if it ends before them."""
+    if offset + length > len(source):
+        raise CorruptCheckpoint(ends_early(source.url, offset + length, len(source)))
+    return source.read(offset, offset + length)
+
+
+def read_exactly(source: int, name: str, offset: int, length: int) -> bytearray:
+    """Returns bytes of an open file called `name`. Raises CorruptCheckpoint if it ends before them."""
     content = bytearray(length)
     done = 0
     while done < length:

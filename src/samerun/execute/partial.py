@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from typing import Any
 from samerun.errors import Problem, Severity, UsageError
 from samerun.execute.check import PROOF_NAME
 from samerun.execute.engine import flush_directory
-from samerun.execute.journal import Journal, Segment, boot_id, read_journal
+from samerun.execute.journal import Done, Journal, Segment, boot_id, read_journal
 
 _JOURNAL, _PROOF = "journal", "proof.json"
+_MEETING = "samerun-ranks"
 
 
 def require_places(source: Path, dest: Path) -> Path:
@@ -70,6 +71,20 @@ def _prefix(place: Path) -> str:
     return f".{place.name}.samerun-partial-"
 
 
+def lock_folder(folder: Path) -> int | None:
+    """Returns a descriptor that locks a directory until it is closed, None if another process has locked it."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    if _locked(lock):
+        return lock
+    os.close(lock)
+    return None
+
+
+def meeting_place(place: Path) -> Path:
+    """Returns the directory in which processes that build a destination together meet."""
+    return place.with_name(f".{place.name}.{_MEETING}")
+
+
 def _refused(code: str, message: str, dest: Path) -> Problem:
     return Problem(code, message, where={"file": str(dest)}, hint="choose a name that nothing has, beside the source")
 
@@ -81,11 +96,15 @@ def proof_beside(place: Path) -> Path:
 
 @dataclass(slots=True)
 class Partial:
-    """A destination being built. `done` is what an earlier attempt wrote and this one may keep."""
+    """A destination being built.
+
+    `header` says what its journals are for; `done` is what an earlier attempt wrote and this one may keep.
+    """
 
     place: Path
     folder: Path
     journal: Journal
+    header: Mapping[str, Any]
     single_file: bool
     done: dict[int, list[Segment]] = field(default_factory=dict[int, list[Segment]])
     notes: list[Problem] = field(default_factory=list[Problem])
@@ -94,6 +113,17 @@ class Partial:
     def payload(self) -> Path:
         """Where the destination lies while it is built: under its own name."""
         return self.folder / self.place.name
+
+    @staticmethod
+    def journal_in(folder: Path, rank: int, session: str) -> Path:
+        """Returns where another process notes its share. Each launch has names of its own: a straggler of an earlier
+        one never writes into a journal of this one."""
+        return folder / f"{_JOURNAL}-{session}-{rank:05d}"
+
+    def gather(self) -> dict[int, list[Segment]]:
+        """Returns what the journals of the other processes of this launch say that was written."""
+        found = _other_journals(self.folder)
+        return {number: segments for _, done in found for number, segments in done.units.items()}
 
     def write_proof(self, proof: Mapping[str, Any]) -> None:
         """Puts the proof into the destination, or beside it where that is a single file, and flushes it."""
@@ -133,12 +163,20 @@ class Partial:
 
 
 def open_partial(
-    place: Path, source: Path, source_fingerprint: str, plan_hash: str, *, files: Collection[str], single_file: bool
+    place: Path,
+    source: Path | str,
+    source_fingerprint: str,
+    plan_hash: str,
+    *,
+    files: Collection[str],
+    single_file: bool,
+    boots: Collection[str] = (),
 ) -> Partial:
     """Opens the directory in which a destination is built, keeping what an equal attempt left, and nothing else.
 
     `files` are the relative paths that the plan writes: a directory with any other file in it is not kept. What other
-    attempts for the same destination left is removed, unless one of them is still running.
+    attempts for the same destination left is removed, unless one of them is still running. `boots` are the boot ids of
+    other machines that take part: what was journalled there, under the same one, is kept too.
 
     Raises:
         UsageError: if another process is building this destination.
@@ -157,11 +195,10 @@ def open_partial(
     if os.path.lexists(folder) and not stat.S_ISDIR(os.lstat(folder).st_mode):
         raise UsageError(_refused("SR-CONVERT-EXISTS", "the name for building it is taken by something else", folder))
     folder.mkdir(mode=0o700, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    if not _locked(lock):
-        os.close(lock)
+    if (lock := lock_folder(folder)) is None:
         raise UsageError(_busy(folder))
-    partial = _take_up(place, folder, header, frozenset(files), single_file=single_file)
+    _remove_meeting(meeting_place(place))
+    partial = _take_up(place, folder, header, frozenset(files), {boot_id(), *boots}, single_file=single_file)
     partial.notes[:0] = notes
     partial.journal.hold(lock)
     if single_file and os.path.lexists(beside := proof_beside(place)) and not _is_proof(beside):
@@ -170,8 +207,28 @@ def open_partial(
     return partial
 
 
+def _remove_meeting(folder: Path) -> None:
+    """Removes the place where processes met that were killed, unless some meet there now."""
+    if folder.is_dir() and not folder.is_symlink() and (lock := lock_folder(folder)) is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _other_journals(folder: Path) -> Iterator[tuple[Path, Done]]:
+    """Yields the journals that other processes of a launch left or are writing."""
+    for path in sorted(folder.glob(f"{_JOURNAL}-*")):
+        if stat.S_ISREG(os.lstat(path).st_mode):
+            yield path, read_journal(path)
+
+
 def _take_up(
-    place: Path, folder: Path, header: Mapping[str, Any], files: frozenset[str], *, single_file: bool
+    place: Path,
+    folder: Path,
+    header: Mapping[str, Any],
+    files: frozenset[str],
+    boots: Collection[str],
+    *,
+    single_file: bool,
 ) -> Partial:
     """Keeps what is in `folder` if its journal is for the same work and something was done; otherwise empties it."""
     path = folder / _JOURNAL
@@ -179,20 +236,42 @@ def _take_up(
     try:
         done = read_journal(path)
     except OSError:
-        done = None
-    same = done is not None and done.units and {**done.header, **header} == done.header
-    if done is not None and same and _only_planned(payload, files, single_file=single_file):
+        done = Done()
+    known = [Done()] if not _same(done, header, boots) else [done]
+    others = list(_other_journals(folder))
+    known += [found for _, found in others if _same(found, header, boots)]
+    units = {number: segments for found in known for number, segments in found.units.items()}
+    if units and _only_planned(payload, files, single_file=single_file):
         (folder / _PROOF).unlink(missing_ok=True)
         if not single_file:
             (payload / PROOF_NAME).unlink(missing_ok=True)
-        return Partial(place, folder, Journal(path, done.num_bytes), single_file, done.units)
+        journal = Journal(path, known[0].num_bytes)
+        _keep_all(journal, header, known[0], units)
+        for other, _ in others:
+            other.unlink()
+        return Partial(place, folder, journal, header, single_file, units)
     found = sorted(folder.iterdir())
     for item in found:
         _remove(item)
     journal = Journal(path)
     journal.start(header)
     notes = [_discarded(folder, "nothing in it could be used")] if payload in found else []
-    return Partial(place, folder, journal, single_file, notes=notes)
+    return Partial(place, folder, journal, header, single_file, notes=notes)
+
+
+def _same(done: Done, header: Mapping[str, Any], boots: Collection[str]) -> bool:
+    """Whether a journal is for the same work, on a machine that still runs as it did then."""
+    known = {**header, "boot": done.header.get("boot")}
+    return bool(done.units) and known["boot"] in boots and {**done.header, **known} == done.header
+
+
+def _keep_all(journal: Journal, header: Mapping[str, Any], own: Done, units: Mapping[int, list[Segment]]) -> None:
+    """Writes into one journal what others have said."""
+    if not own.header:
+        journal.start(header)
+    for number, segments in units.items():
+        if number not in own.units:
+            journal.unit(number, segments)
 
 
 def _only_planned(payload: Path, files: frozenset[str], *, single_file: bool) -> bool:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from samerun.core.dtype import DTYPES, DType
 from samerun.core.written import DestinationPlan
 from samerun.errors import Problem
+from samerun.stores.remote import original_name
 
 Ints = npt.NDArray[np.int64]
 
@@ -93,6 +94,11 @@ class ConversionPlan:
     problems: tuple[Problem, ...] = ()
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The sources by the names that they keep: URLs of what lies in a store."""
+        return tuple(original_name(source) for source in self.sources)
+
+    @property
     def written(self) -> Ints:
         """The element type that each copy is written in, as an index into `DTYPE_LIST`."""
         kinds = np.array([DTYPE_INDEX[dtype.name] for dtype in self.dtypes], np.int64)
@@ -135,7 +141,7 @@ class ConversionPlan:
             "format": destination.format,
             "hash": self.hash,
             "source_fingerprint": self.source_fingerprint,
-            "sources": list(self.sources),
+            "sources": list(self.names),
             "files": [
                 {
                     "path": file.path,
@@ -161,13 +167,13 @@ class ConversionPlan:
 
     def copy_list(self) -> Iterator[dict[str, Any]]:
         """Yields every copy in readable form, in the order of the destination's tensors."""
-        kinds = self.written.tolist()
+        kinds, names = self.written.tolist(), self.names
         for i in range(len(self.copies)):
             slot = int(self.copies.slot[i])
             source = int(self.copies.source[i])
             yield {
                 "tensor": self.keys[int(self.slots.tensor[slot])],
-                "source": self.sources[source] if source != MADE else None,
+                "source": names[source] if source != MADE else None,
                 "offset": int(self.copies.offset[i]),
                 "strides": self.copies.strides[i].tolist(),
                 "sizes": self.copies.sizes[i].tolist(),
@@ -182,7 +188,7 @@ class ConversionPlan:
 
 def _header(plan: ConversionPlan) -> Iterator[bytes]:
     destination = plan.destination
-    facts = [destination.format, destination.single_file, plan.source_fingerprint, plan.sources, plan.keys, plan.shapes]
+    facts = [destination.format, destination.single_file, plan.source_fingerprint, plan.names, plan.keys, plan.shapes]
     yield json.dumps([*facts, [dtype.name for dtype in plan.dtypes], sorted(destination.dropped.items())]).encode()
     for file in destination.files:
         fills = [(fill.at, fill.size) for fill in file.fills]

@@ -18,6 +18,7 @@ from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, TensorEntry, Tiling
 from samerun.errors import CorruptCheckpoint, Problem, UsageError
 from samerun.stores.local import MappedFiles
+from samerun.stores.remote import RemoteFile
 
 Array = npt.NDArray[Any]
 
@@ -179,7 +180,11 @@ def view_extent(files: MappedFiles, extent: Extent) -> Array:
             )
         )
     strides = tuple(stride * kind.itemsize for stride in extent.strides)
-    view = np.ndarray(extent.shape, kind, buffer=buffer, offset=extent.offset_bytes, strides=strides)
+    if isinstance(buffer, RemoteFile):
+        part = files.range(extent.file, extent.offset_bytes, extent.offset_bytes + (last + 1) * kind.itemsize)
+        view = np.ndarray(extent.shape, kind, buffer=part, strides=strides)
+    else:
+        view = np.ndarray(extent.shape, kind, buffer=buffer, offset=extent.offset_bytes, strides=strides)
     return _read_only(_swapped(view) if extent.big_endian else view)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import stat
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samerun.errors import CorruptCheckpoint, FormatError, Problem, UnsupportedVersion, UsageError
+from samerun.stores.remote import RemoteView, is_url
 
 if TYPE_CHECKING:
     from samerun.formats.base import Checkpoint
@@ -143,7 +145,7 @@ _RESEMBLES = (
 
 
 def open_checkpoint(path: str | os.PathLike[str], format: str | None = None) -> Checkpoint:
-    """Opens a checkpoint, read-only and lazily.
+    """Opens a checkpoint, read-only and lazily. A path may be a URL that fsspec understands.
 
     A directory that holds one checkpoint somewhere below it, or a tracker that names one, leads to that one.
 
@@ -153,7 +155,31 @@ def open_checkpoint(path: str | os.PathLike[str], format: str | None = None) -> 
     """
     if format is not None and format not in FORMATS:
         raise UsageError(_unknown_format(format))
-    root = Path(path)
+    if is_url(path):
+        return _open_remote(str(path), format)
+    return _open_local(Path(path), format)
+
+
+def _open_remote(url: str, format: str | None) -> Checkpoint:
+    """Opens what lies at a URL; closing the checkpoint removes what was fetched of it."""
+    view = RemoteView(url)
+    try:
+        checkpoint = _open_local(view.path, format)
+    except BaseException:
+        view.close()
+        raise
+    close = checkpoint.close
+
+    def close_both() -> None:
+        close()
+        view.close()
+
+    checkpoint.close = close_both
+    atexit.register(view.close)
+    return checkpoint
+
+
+def _open_local(root: Path, format: str | None) -> Checkpoint:
     if not os.path.lexists(root):
         raise UsageError(_nothing_there(root))
     if root.name == ".metadata" and root.is_file():

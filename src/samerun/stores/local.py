@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import mmap
 import os
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samerun.errors import CorruptCheckpoint, Problem
+from samerun.stores.remote import Buffer, RemoteFile, RemoteView, content_key, find_remote, find_view
 
 SMALL_FILE_BYTES = 1 << 20
 SAMPLE_BYTES = 1 << 16
@@ -27,6 +29,8 @@ def open_regular(path: Path) -> int:
         CorruptCheckpoint: if the path is not a regular file.
         OSError: if it cannot be opened.
     """
+    if find_remote(path) is not None:
+        raise OSError(errno.EREMOTEIO, "an object of a store has no descriptor", str(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
@@ -69,10 +73,22 @@ class MappedFiles:
             self._lent.popitem(last=False)
         return found
 
-    def map(self, path: Path) -> mmap.mmap | bytes:
-        """Returns the whole file as a read-only buffer (an empty file as empty bytes)."""
+    def range(self, path: Path, start: int, stop: int) -> memoryview:
+        """Returns bytes `start` to `stop` of a file (up to its end) as a read-only buffer; of an object only those."""
+        buffer = self.map(path)
+        if isinstance(buffer, RemoteFile):
+            return memoryview(buffer.view(start, min(stop, len(buffer))))
+        return memoryview(buffer)[start:stop]
+
+    def map(self, path: Path) -> Buffer:
+        """Returns the whole file as a read-only buffer (an empty file as empty bytes).
+
+        An object of a store can be sliced and searched only; `range` gives a part of it as a buffer.
+        """
         if path in self._makers:
             return self._made(path)
+        if (remote := find_remote(path)) is not None:
+            return remote
         found = self._maps.get(path)
         if found is not None:
             self._maps.move_to_end(path)
@@ -133,9 +149,18 @@ def fingerprint_tree(path: str | os.PathLike[str]) -> TreeFingerprint:
         OSError: if the path does not exist or cannot be read.
     """
     root = Path(path)
+    if (view := find_view(root.absolute())) is not None:
+        return _fingerprint_view(view)
     names = [root.name] if root.is_file() else sorted(_walk(root))
     base = root.parent if root.is_file() else root
     return TreeFingerprint(str(root), {name: _fingerprint_file(base / name) for name in names})
+
+
+def _fingerprint_view(view: RemoteView) -> TreeFingerprint:
+    """Asks the store again: what it says of every object's version stands for the content."""
+    entries = view.entries()
+    files = {name: FileFingerprint(entry.size_bytes, 0, content_key(entry)) for name, entry in entries.items()}
+    return TreeFingerprint(view.url, files)
 
 
 def _walk(root: Path) -> Iterator[str]:

@@ -11,6 +11,7 @@ from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role
 from samerun.errors import FormatError, Problem, Severity
 from samerun.formats.base import Checkpoint, Inspectable, Rigid
+from samerun.stores.remote import original_name
 from samerun.verify.against import Against, compare_previous
 from samerun.verify.consequence import explain_consequences
 from samerun.verify.coverage import check_coverage
@@ -161,7 +162,7 @@ def inspect_checkpoint(
     against = compare_previous(checkpoint, previous, digests=digests) if previous is not None else None
     problems = explain_consequences([*problems, *(against.problems if against else ())])
     return InspectReport(
-        path=str(checkpoint.path),
+        path=original_name(checkpoint.path),
         state=state,
         problems=tuple(problems),
         complete=not any(makes_incomplete(problem) for problem in problems),

@@ -62,7 +62,7 @@ class Items:
         return read_archive(self._maps.map(unpacked), unpacked)
 
     def _unpack(self, file: DataFile, start: int, length: int, name: str, value_bytes: int | None) -> bytes:
-        packed = memoryview(self._maps.map(file.path))[start : start + length]
+        packed = self._maps.range(file.path, start, start + length)
         found = unpack(self._zstd, packed, largest_item_bytes(value_bytes)) if self._zstd is not None else None
         if found is None:
             raise CorruptCheckpoint(_badly_packed(file.path, name))
@@ -138,7 +138,7 @@ class Items:
     def checksum(self, extent: Extent) -> int:
         """Computes the CRC-32 of the storage that holds a piece, reading it."""
         stop = extent.storage_offset_bytes + extent.storage_bytes
-        return crc32(memoryview(self._maps.map(extent.file))[extent.storage_offset_bytes : stop])
+        return crc32(self._maps.range(extent.file, extent.storage_offset_bytes, stop))
 
 
 def no_place(name: str) -> Problem:

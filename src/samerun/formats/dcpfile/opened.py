@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from samerun.formats.dcpfile.files import check_leftovers, check_places, find_fi
 from samerun.formats.dcpfile.index import NOWHERE, Index, Ints, merge_indexes, read_index
 from samerun.formats.dcpfile.items import Items, no_place, transformed
 from samerun.stores.local import MappedFiles
+from samerun.stores.remote import Buffer, RemoteFile
 
 _MAX_METADATA_BYTES = 16 << 30  # about 200 bytes per chunk: 80 million chunks
 _SMALLEST_ARCHIVE_BYTES = 200
@@ -29,7 +31,11 @@ def read_metadata(root: Path, maps: MappedFiles) -> tuple[Index, tuple[Path, ...
     metadata = metadata_files(root)
     for file in metadata:
         _check_size(file)
-    return merge_indexes([(file, read_index(maps.map(file), file)) for file in metadata]), metadata
+    return merge_indexes([(file, read_index(_whole(maps.map(file)), file)) for file in metadata]), metadata
+
+
+def _whole(buffer: Buffer) -> mmap.mmap | bytes:
+    return bytes(buffer) if isinstance(buffer, RemoteFile) else buffer
 
 
 def _check_size(file: Path) -> None:

@@ -62,16 +62,16 @@ def check_checksums(
     """Compares every entry of every file with the checksum that torch.save wrote and torch.load never looks at."""
     problems: list[Problem] = []
     for file in opened:
-        buffer = memoryview(files.map(file.path))
         bad = [
             (name, record.crc32, found)
             for name, record in file.archive.records.items()
             if record.crc32 is not None
-            and (found := crc32(buffer[record.offset_bytes : record.offset_bytes + record.num_bytes])) != record.crc32
+            and (found := crc32(files.range(file.path, start := record.offset_bytes, start + record.num_bytes)))
+            != record.crc32
         ]
         problems += [_checksum(file, *entry) for entry in bad]
         if advance is not None:
-            advance(len(buffer))
+            advance(len(files.map(file.path)))
     return problems
 
 

@@ -135,7 +135,7 @@ class StateDictCheckpoint:
 
     def _check_payload(self, key: str, extent: Extent, advance: Callable[[int], None] | None) -> list[Problem]:
         stop = extent.storage_offset_bytes + extent.storage_bytes
-        found = crc32(memoryview(self._files.map(extent.file))[extent.storage_offset_bytes : stop])
+        found = crc32(self._files.range(extent.file, extent.storage_offset_bytes, stop))
         if advance is not None:
             advance(extent.storage_bytes)
         recorded = extent.crc32

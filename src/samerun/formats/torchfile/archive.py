@@ -6,7 +6,6 @@ is consistent with the bytes: entries stored, in bounds, not overlapping, no nam
 
 from __future__ import annotations
 
-import mmap
 import struct
 import zlib
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 from samerun.errors import CorruptCheckpoint, Problem
 from samerun.formats.base import Extent
 from samerun.formats.torchfile.unpickle import Decoded, TensorRef, decode_pickle
+from samerun.stores.remote import Buffer
 
 _END = struct.Struct("<4s4H2LH")
 _END64_LOCATOR = struct.Struct("<4sLQL")
@@ -87,7 +87,7 @@ def _bad(file: Path | str, message: str) -> CorruptCheckpoint:
     )
 
 
-def read_archive(buffer: mmap.mmap | bytes, file: Path, start: int = 0, length: int | None = None) -> Archive:
+def read_archive(buffer: Buffer, file: Path, start: int = 0, length: int | None = None) -> Archive:
     """Reads the directory of the archive that fills `buffer[start:start + length]`; no payload is read.
 
     Raises:
@@ -113,14 +113,14 @@ def read_archive(buffer: mmap.mmap | bytes, file: Path, start: int = 0, length: 
     return Archive(file, records, text == b"big")
 
 
-def _find_directory(buffer: mmap.mmap | bytes, file: Path, start: int, stop: int) -> tuple[int, int, int]:
+def _find_directory(buffer: Buffer, file: Path, start: int, stop: int) -> tuple[int, int, int]:
     """Returns the number of entries, and where the central directory lies: position and length in bytes."""
     end = stop - _END.size
     if buffer[end : end + 4] != b"PK\x05\x06":
         end = buffer.rfind(b"PK\x05\x06", max(start, end - _MAX_COMMENT_BYTES), stop)
     if end < start or end + _END.size > stop:
         raise _bad(file, "the archive has no end record: it was cut off or never finished")
-    _, disk, first_disk, here, entries, size, offset, comment = _END.unpack_from(buffer, end)
+    _, disk, first_disk, here, entries, size, offset, comment = _END.unpack(buffer[end : end + _END.size])
     if end + _END.size + comment != stop or disk or first_disk or here != entries:
         raise _bad(file, "the archive's end record is inconsistent")
     limit = end
@@ -131,22 +131,22 @@ def _find_directory(buffer: mmap.mmap | bytes, file: Path, start: int, stop: int
     return entries, start + offset, size
 
 
-def _find_directory64(buffer: mmap.mmap | bytes, file: Path, start: int, end: int) -> tuple[int, int, int, int]:
+def _find_directory64(buffer: Buffer, file: Path, start: int, end: int) -> tuple[int, int, int, int]:
     locator = end - _END64_LOCATOR.size
     if locator < start or buffer[locator : locator + 4] != b"PK\x06\x07":
         raise _bad(file, "the archive's 64-bit end record is missing")
-    at = start + _END64_LOCATOR.unpack_from(buffer, locator)[2]
+    at = start + _END64_LOCATOR.unpack(buffer[locator : locator + _END64_LOCATOR.size])[2]
     if at + _END64.size > locator or buffer[at : at + 4] != b"PK\x06\x06":
         raise _bad(file, "the archive's 64-bit end record is not where it should be")
-    *_, entries, size, offset = _END64.unpack_from(buffer, at)
+    *_, entries, size, offset = _END64.unpack(buffer[at : at + _END64.size])
     return entries, size, offset, at
 
 
 def _read_entry(
-    buffer: mmap.mmap | bytes, file: Path, start: int, directory: int, position: int, records: dict[str, Record]
+    buffer: Buffer, file: Path, start: int, directory: int, position: int, records: dict[str, Record]
 ) -> int:
     """Adds the entry at `position` of the central directory to `records`; returns the position of the next."""
-    fields = _CENTRAL.unpack_from(buffer, position)
+    fields = _CENTRAL.unpack(buffer[position : position + _CENTRAL.size])
     signature, flags, method, crc = fields[0], fields[3], fields[4], fields[7]
     packed, size, name_bytes, extra_bytes, comment_bytes, offset = *fields[8:13], fields[16]
     names = position + _CENTRAL.size
@@ -182,10 +182,10 @@ def _wide_fields(file: Path, extra: bytes, packed: int, size: int, offset: int) 
     raise _bad(file, "an entry of the archive lacks its 64-bit sizes")
 
 
-def _payload_offset(buffer: mmap.mmap | bytes, file: Path, local: int, name: bytes) -> int:
+def _payload_offset(buffer: Buffer, file: Path, local: int, name: bytes) -> int:
     if local < 0 or local + _LOCAL.size > len(buffer):
         raise _bad(file, "an entry of the archive begins outside it")
-    fields = _LOCAL.unpack_from(buffer, local)
+    fields = _LOCAL.unpack(buffer[local : local + _LOCAL.size])
     at = local + _LOCAL.size
     if fields[0] != b"PK\x03\x04" or fields[9] != len(name) or buffer[at : at + len(name)] != name:
         raise _bad(file, "an entry of the archive is not where its directory says")
@@ -199,12 +199,12 @@ def _check_overlap(file: Path, records: dict[str, Record]) -> None:
             raise _bad(file, "entries of the archive overlap")
 
 
-def read_payload(buffer: mmap.mmap | bytes, record: Record) -> bytes:
+def read_payload(buffer: Buffer, record: Record) -> bytes:
     """Returns the bytes of one entry."""
     return bytes(buffer[record.offset_bytes : record.offset_bytes + record.num_bytes])
 
 
-def read_value(buffer: mmap.mmap | bytes, archive: Archive, name: str = "") -> Decoded:
+def read_value(buffer: Buffer, archive: Archive, name: str = "") -> Decoded:
     """Decodes the archive's `data.pkl` after checking it against its checksum. Tensors come back as `TensorRef`.
 
     Raises:

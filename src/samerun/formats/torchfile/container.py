@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from samerun.errors import CorruptCheckpoint, Problem, UnsupportedVersion
 from samerun.formats.torchfile.archive import Archive, read_archive, read_value
 from samerun.formats.torchfile.legacy import is_legacy, read_legacy
 from samerun.formats.torchfile.unpickle import Decoded, decode_pickle
+from samerun.stores.remote import Buffer
 
 _TAR_MARK_AT = 257
 
@@ -29,7 +29,7 @@ def looks_like_torch_file(head: bytes) -> bool:
     return head[:4] == b"PK\x03\x04" or (head[:1] == b"\x80" and head[1:2] in b"\x02\x03\x04\x05" and len(head) > 2)
 
 
-def read_torch_file(buffer: mmap.mmap | bytes, file: Path) -> TorchFile:
+def read_torch_file(buffer: Buffer, file: Path) -> TorchFile:
     """Decodes a file without torch and without calling anything it names. No payload of a tensor is read.
 
     Raises:

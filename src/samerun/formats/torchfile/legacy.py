@@ -8,7 +8,6 @@ keys; then for each key the number of elements (8 bytes) and the values. Nothing
 from __future__ import annotations
 
 import io
-import mmap
 import pickle
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from samerun.errors import CorruptCheckpoint, Problem, UnsupportedVersion
 from samerun.formats.torchfile.archive import Archive, Record
 from samerun.formats.torchfile.scan import COMPILE_FROM_BYTES, ENDLESS, TRUNCATED, scan_interpreted, scan_pickle
 from samerun.formats.torchfile.unpickle import DECODING_ERRORS, Converter, Decoded, RestrictedUnpickler, broken_pickle
+from samerun.stores.remote import Buffer
 
 MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 _PROTOCOL = 1001
@@ -28,8 +28,6 @@ _OTHER_WIDTHS = {
     f"torch.{name}Storage": width
     for name, width in (("QInt8", 1), ("QUInt8", 1), ("QInt32", 4), ("QUInt4x2", 1), ("QUInt2x4", 1))
 }
-
-Buffer = mmap.mmap | bytes
 
 
 def is_legacy(buffer: Buffer) -> bool:
