@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from samerun.errors import CorruptCheckpoint, ExecutionError
 from samerun.execute import move
-from samerun.execute.move import read_strided
+from samerun.execute.move import read_exactly, read_strided
 
 ROWS, WIDTH = 97, 4096
 
@@ -28,7 +29,14 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, np.ndarray]:
 def read(descriptor: int, view: np.ndarray, array: np.ndarray, change: object = None) -> np.ndarray:
     offset = 4 + view.__array_interface__["data"][0] - array.__array_interface__["data"][0]
     out = np.zeros(view.shape, np.float32)
-    read_strided(descriptor, "data", offset, view.strides, out, view.dtype, change or (lambda values: values))  # type: ignore[arg-type]
+    read_strided(
+        partial(read_exactly, descriptor, "data"),
+        offset,
+        view.strides,
+        out,
+        view.dtype,
+        change or (lambda values: values),
+    )  # type: ignore[arg-type]
     return out
 
 
