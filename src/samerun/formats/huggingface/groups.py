@@ -80,7 +80,8 @@ def _dealt(groups: tuple[ParamGroup, ParamGroup], unsure: list[str]) -> Problem:
 
 def _other(groups: tuple[ParamGroup, ...], ndim: Mapping[str, int]) -> Problem:
     if len(groups) == 2:
-        strays = min((_strays(*pair, ndim) for pair in (groups, groups[::-1])), key=len)
+        first, second = groups
+        strays = min(_strays(first, second, ndim), _strays(second, first, ndim), key=len)
         why = f"{', '.join(strays[:_SHOWN])} would be in the other one"
     else:
         why = f"there are {len(groups)} of them"

@@ -182,8 +182,9 @@ class _Writer:
             tree = {**tree, "lr_lambdas": [None] * len(tree["base_lrs"])}
             self.dropped["scheduler.lr_lambdas"] = "written as empty, which is what the source's format made nothing of"
             self.problems.append(_lambdas())
-        if self.for_accelerate:
-            self.archive("scheduler.bin", tree)
+        if self.for_accelerate:  # a scheduler that was registered, not prepared, has a registered object's name
+            registered = str(carried.scheduler).startswith("custom_checkpoint")
+            self.archive(f"{carried.scheduler}.pkl" if registered else "scheduler.bin", tree)
         if self.for_trainer:
             if self.dealt.split:
                 tree = self._for_two_groups(tree)
