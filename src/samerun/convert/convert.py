@@ -153,11 +153,11 @@ def prepare(
     place = require_places(given or source.path, Path(dest))
     require_places(source.path, Path(dest))
     lay_out = writer or load_writer(to)
+    original, source = original or source, adapt_source(source, to)
     dtypes = plan_dtypes(source.state, dtype) if dtype else {}
     trees = fingerprint_source(source.path, ())
-    opened = original or source
-    found = list(inspect_checkpoint(opened).problems)
-    payloads = opened.check_payloads() if isinstance(opened, Inspectable) else None
+    found = list(inspect_checkpoint(original).problems)
+    payloads = original.check_payloads() if isinstance(original, Inspectable) else None
     found += payloads.problems if payloads is not None else ()
     decisions = require_decided(found, allow)
     state, kept = settle_objects(source.state)
@@ -204,6 +204,16 @@ def load_writer(to: str) -> Writer:
     raise UsageError(
         Problem("SR-CONVERT-FORMAT", f"no format called {to!r} can be written", hint=f"formats: {', '.join(WRITERS)}")
     )
+
+
+def adapt_source(source: Checkpoint, to: str) -> Checkpoint:
+    """Returns a checkpoint under the names that a format gives it without being asked; mostly the checkpoint itself.
+
+    Raises:
+        UsageError: if its tensors do not fit together under those names.
+    """
+    adapt = getattr(importlib.import_module(f"samerun.formats.{to}.write"), "adapt", None) if to == "megatron" else None
+    return adapt(source) if adapt is not None else source
 
 
 def require_decided(problems: Iterable[Problem], allow: Collection[str]) -> list[Problem]:

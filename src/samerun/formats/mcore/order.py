@@ -59,6 +59,18 @@ def local_name(name: str) -> str:
     return name
 
 
+def fused_name(name: str) -> str:
+    """Returns the name under which distributed checkpoints file a parameter of a layer of the local specification.
+
+    >>> fused_name("pre_mlp_layernorm.weight")
+    'mlp.linear_fc1.layer_norm_weight'
+    """
+    for fused, own in _LOCAL_NAMES:
+        if name.startswith(own.lstrip(".")):
+            return fused.lstrip(".") + name.removeprefix(own.lstrip("."))
+    return name
+
+
 def knows_order(name: str) -> bool:
     """Whether every part of a name has a known place in the order."""
     return all(part.isdigit() or part in _RANKS or _NUMBERED.fullmatch(part) for part in name.split("."))
