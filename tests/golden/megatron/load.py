@@ -25,6 +25,40 @@ import torch
 import torch.distributed as dist
 
 
+class ElementwiseAdam(torch.optim.Optimizer):
+    """Apex's FusedAdam, element for element, on the CPU: its kernel runs on GPUs only. The step is kept per group."""
+
+    def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode=True):
+        super().__init__(params, dict(lr=lr, bias_correction=True, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            first, second = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+                state["exp_avg"].mul_(first).add_(param.grad, alpha=1 - first)
+                state["exp_avg_sq"].mul_(second).addcmul_(param.grad, param.grad, value=1 - second)
+                mean = state["exp_avg"] / (1 - first ** group["step"])
+                spread = (state["exp_avg_sq"] / (1 - second ** group["step"])).sqrt_().add_(group["eps"])
+                param.sub_(group["lr"] * (mean / spread + group["weight_decay"] * param))
+
+
+def use_fused_adam() -> None:
+    """Makes megatron.core take the path that it takes on GPUs, where the step is no tensor of each parameter."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    optimizer.Adam = distrib_optimizer.Adam = ElementwiseAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
 def case_at(facts: dict, layout: dict[str, int]) -> dict:
     """Returns the case of a run at another layout, always with the distributed optimizer."""
     tp, pp, dp = (layout.get(axis, 1) for axis in ("tp", "pp", "dp"))
@@ -92,7 +126,7 @@ def rank_main(case: dict, folder: Path, out: Path, rank: int, port: int, same_tp
     dist.init_process_group("gloo", rank=rank, world_size=case["world"])
     with make.OnCpu():
         mpu, _, chunks, optimizer, _ = make.build(case, rank)
-        make.step(chunks, optimizer, 99, None)  # torch's AdamW has a step to load into only after one
+        make.step(chunks, optimizer, 99, None)  # what is loaded must replace something
         loaded, shards = load(folder, mpu, chunks, optimizer, case, streams=same_tp_pp)
         torch.save(make.live_state(case, chunks, optimizer, shards, rank), out / f"loaded{rank}.pt")
         for name, chunk in zip(shards, chunks, strict=True):
@@ -110,7 +144,7 @@ def rank_main(case: dict, folder: Path, out: Path, rank: int, port: int, same_tp
             "schedule": loaded.get("opt_param_scheduler"),
             "rng": loaded.get("rng_state"),
             "groups": groups,
-            "step": sorted({float(s["step"]) for s in optimizer.state.values()}),
+            "step": sorted({group["step"] for group in groups}),
         }
         torch.save(facts, out / "facts.pt")
     dist.barrier()
@@ -161,9 +195,43 @@ def run(folder: Path, case: dict, port: int, same_tp_pp: bool) -> tuple[dict, di
         return gather(out, "loaded", case["world"]), gather(out, "stepped", case["world"]), facts
 
 
+def warm() -> None:
+    """Imports what every rank needs before ranks are forked."""
+    import megatron.core.dist_checkpointing.serialization
+    import megatron.core.dist_checkpointing.strategies.fully_parallel
+    import megatron.core.distributed
+    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+
+    use_fused_adam()
+
+
+def read_truth(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
+    """Returns the case of a run and its full state, as `make.py` or the corpus of real runs keeps them."""
+    if (folder / "truth.json").exists():
+        return json.loads((folder / "truth.json").read_text())["case"], dict(np.load(folder / "truth.npz"))
+    from safetensors.torch import load_file
+
+    layout = json.loads((folder / "TRUTH.json").read_text())["layout"]
+    model = dict(layers=4, hidden=32, heads=4, groups=2, kv=8, ffn=48, vocab=100, divisor=8)
+    rest = dict(bias=False, norm="RMSNorm", tied=False, first=None, bucket=None, singleton=False, fp32=False)
+    degrees = {axis: layout.get(axis) or 1 for axis in ("tp", "pp", "ep")}
+    case = {**model, **rest, **degrees, "experts": 4 if "moe" in folder.name else 0, "expert_bias": False}
+    case |= {"vpp": layout.get("vpp"), "etp": None, "world": layout["world"], "encoding": "?"}
+    return case, {name: value.numpy() for name, value in load_file(folder / "TRUTH.safetensors").items()}
+
+
+def stored_rows(folder: Path) -> int:
+    """Returns how many rows of the vocabulary a checkpoint holds; a job's padding comes beyond."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    tensors = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return tensors["embedding.word_embeddings.weight"].size[0]
+
+
 def main(arguments: argparse.Namespace) -> int:
-    facts = json.loads((arguments.truth / "truth.json").read_text())
-    truth = dict(np.load(arguments.truth / "truth.npz"))
+    warm()
+    made, truth = read_truth(arguments.truth)
+    facts = {"case": made}
     first, wrong = None, 0
     for number, text in enumerate(arguments.layouts):
         native = text.startswith("native")
@@ -172,7 +240,6 @@ def main(arguments: argparse.Namespace) -> int:
         given = {key: int(value) for key, value in (pair.split("=") for pair in text.split(",") if "=" in pair)}
         layout = given or {axis: facts["case"][axis] or 1 for axis in ("tp", "pp", "ep")}
         if native:
-            made = facts["case"]
             layout = {axis: made[axis] for axis in ("tp", "pp", "ep", "etp", "vpp") if made[axis]}
             layout["dp"] = made["world"] // (made["tp"] * made["pp"])
         case = case_at(facts["case"], layout)
@@ -182,13 +249,15 @@ def main(arguments: argparse.Namespace) -> int:
         line: dict = {"layout": text}
         try:
             loaded, stepped, about = run(folder, case, arguments.port + number, same)
-            rows = min(found["embedding.word_embeddings.weight"].shape[0] for found in (loaded, truth))
+            rows = stored_rows(folder)
             line |= {"differences": compare(loaded, truth, rows), "tensors": len(loaded), "step": about["step"]}
             line |= {"iteration": about["iteration"], "samples": about["samples"], "schedule": about["schedule"]}
-            line |= {"rng": repr(about["rng"]), "lr": [[g["lr"], g["weight_decay"], g["is_expert_parallel"]] for g in about["groups"]]}
+            line["rng"] = repr(about["rng"])
+            line["groups"] = [[g["lr"], g["weight_decay"], g["is_expert_parallel"]] for g in about["groups"]]
             beyond = [k for k, v in loaded.items() if v.shape[0] > rows and ("word_emb" in k or "output_l" in k)]
             line["padding"] = {"rows": rows, "zero": all(not loaded[k][rows:].any() for k in beyond)}
             if first is None:
+                # the control, or the first layout, is what all others are compared with
                 first = (stepped, rows)
             line["update"] = compare(stepped, first[0], min(rows, first[1]))
             wrong += bool(line["differences"] or line["update"] or not (native or line["padding"]["zero"]))
