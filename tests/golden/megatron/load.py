@@ -2,11 +2,11 @@
 
     python tests/golden/megatron/load.py CHECKPOINT TRUTH LAYOUT [LAYOUT...]
 
-`CHECKPOINT` is what `--load` names, `TRUTH` a folder that `make.py` wrote, `LAYOUT` looks like `tp=2,pp=1,dp=3,ep=1`; one
-that begins with `native:` loads what lies in `TRUTH` itself, at the layout it has (a control). Every weight, master and
-moment that the ranks hold after loading is put together by megatron.core's own boxes and compared bit by bit; padding of
-the vocabulary must be zero. Then one update is made with gradients that depend on the global element alone, and its
-result must be the same at all layouts. Prints a line of JSON per layout.
+`CHECKPOINT` is what `--load` names, `TRUTH` a folder that `make.py` wrote, `LAYOUT` looks like `tp=2,pp=1,dp=3,ep=1`;
+`native` loads what lies in `TRUTH` itself, at the layout it has (a control). Every weight, master and moment that the
+ranks hold after loading is put together by megatron.core's own boxes and compared bit by bit; padding of the vocabulary
+must be zero. Then one update is made with gradients that depend on the global element alone, and its result must be the
+same at all layouts. Prints a line of JSON per layout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class ElementwiseAdam(torch.optim.Optimizer):
     """Apex's FusedAdam, element for element, on the CPU: its kernel runs on GPUs only. The step is kept per group."""
 
     def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode=True):
-        super().__init__(params, dict(lr=lr, bias_correction=True, betas=betas, eps=eps, weight_decay=weight_decay))
+        super().__init__(
+            params, {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -63,7 +65,14 @@ def case_at(facts: dict, layout: dict[str, int]) -> dict:
     """Returns the case of a run at another layout, always with the distributed optimizer."""
     tp, pp, dp = (layout.get(axis, 1) for axis in ("tp", "pp", "dp"))
     same = all(layout.get(axis, 1) == (facts[axis] or 1) for axis in ("tp", "pp"))
-    new = dict(tp=tp, pp=pp, ep=layout.get("ep", 1), etp=layout.get("etp"), vpp=layout.get("vpp"), world=tp * pp * dp)
+    new = {
+        "tp": tp,
+        "pp": pp,
+        "ep": layout.get("ep", 1),
+        "etp": layout.get("etp"),
+        "vpp": layout.get("vpp"),
+        "world": tp * pp * dp,
+    }
     first = layout.get("first", facts["first"] if same else None)
     return {**facts, **new, "first": first, "sharded": True, "bucket": None, "legacy": False}
 
@@ -170,7 +179,9 @@ def compare(found: dict[str, np.ndarray], truth: dict[str, np.ndarray], rows: in
         if "word_embeddings" in key or "output_layer" in key:
             a, b = a[:rows], b[:rows]
         if a.shape != b.shape or not np.array_equal(a, b):
-            wrong.append(f"{key} differs" + (f" in {(a != b).sum()} of {a.size}" if a.shape == b.shape else " in shape"))
+            wrong.append(
+                f"{key} differs" + (f" in {(a != b).sum()} of {a.size}" if a.shape == b.shape else " in shape")
+            )
     return wrong
 
 
@@ -212,8 +223,16 @@ def read_truth(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
     from safetensors.torch import load_file
 
     layout = json.loads((folder / "TRUTH.json").read_text())["layout"]
-    model = dict(layers=4, hidden=32, heads=4, groups=2, kv=8, ffn=48, vocab=100, divisor=8)
-    rest = dict(bias=False, norm="RMSNorm", tied=False, first=None, bucket=None, singleton=False, fp32=False)
+    model = {"layers": 4, "hidden": 32, "heads": 4, "groups": 2, "kv": 8, "ffn": 48, "vocab": 100, "divisor": 8}
+    rest = {
+        "bias": False,
+        "norm": "RMSNorm",
+        "tied": False,
+        "first": None,
+        "bucket": None,
+        "singleton": False,
+        "fp32": False,
+    }
     degrees = {axis: layout.get(axis) or 1 for axis in ("tp", "pp", "ep")}
     case = {**model, **rest, **degrees, "experts": 4 if "moe" in folder.name else 0, "expert_bias": False}
     case |= {"vpp": layout.get("vpp"), "etp": None, "world": layout["world"], "encoding": "?"}

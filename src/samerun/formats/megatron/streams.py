@@ -40,7 +40,7 @@ def deal_streams(state: LogicalState, run: Run, wanted: Layout) -> Streams:
         at = (place.pp, place.tp, place.dp) if wanted.ep > 1 else (place.pp, place.tp)
         if at in found:
             continue
-        chosen = _choose(held, place, same_ep=run.ep == wanted.ep)
+        chosen = _choose(held, place, same_ep=run.ep == wanted.ep, each=wanted.ep > 1)
         if chosen is None:
             return Streams(problems=[_absent(place)])
         found[at] = chosen
@@ -52,9 +52,9 @@ def deal_streams(state: LogicalState, run: Run, wanted: Layout) -> Streams:
     )
 
 
-def _choose(held: Mapping[Coordinate, Any], place: Coordinate, *, same_ep: bool) -> tuple[Any, bool] | None:
+def _choose(held: Mapping[Coordinate, Any], place: Coordinate, *, same_ep: bool, each: bool) -> tuple[Any, bool] | None:
     """Returns a state and whether it is the one that the rank had: all ranks that it could be of agree."""
-    exact = [held[place]] if same_ep and place in held else []
+    exact = [held[place]] if each and same_ep and place in held else []
     mine = [value for at, value in held.items() if (at.pp, at.tp) == (place.pp, place.tp)]
     same = [
         v for at, v in held.items() if (at.pp, at.tp) == (place.pp, place.tp) and (at.ep == place.ep or not same_ep)
