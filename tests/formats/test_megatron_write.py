@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from samerun.convert.convert import convert
 from samerun.core.dtype import parse_dtype
@@ -87,6 +89,18 @@ def test_common_state_is_what_megatron_reads(tmp_path: Path) -> None:
     assert common["optimizer"]["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
     assert json.loads((folder / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_random_states_are_what_generators_take(tmp_path: Path) -> None:
+    convert(open_checkpoint(GOLDEN / "fr_tp2pp2"), tmp_path / "out", to="megatron")
+    folder = tmp_path / "out" / "iter_0000003"
+    places = FileSystemReader(folder).read_metadata().storage_data
+    for pp, tp in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        place = next(at for index, at in places.items() if index.fqn == f"rng_state/shard_{pp}.{tp}_2.2")
+        data = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
+        [[state]] = torch.load(io.BytesIO(data), weights_only=False)
+        assert torch.equal(state["torch_rng_state"], torch.full((8,), tp + 10 * pp, dtype=torch.uint8))
+        assert state["random_rng_state"] == [tp, pp]
 
 
 def test_random_states_are_dealt_by_place() -> None:

@@ -16,6 +16,8 @@ from samerun.core.state import LogicalState
 from samerun.errors import Problem, Severity
 from samerun.formats.mcore.ranks import Coordinate, coordinate
 from samerun.formats.mcore.run import Run
+from samerun.formats.megatron.revive import revive
+from samerun.formats.statedict.carry import Unwritable
 
 
 @dataclass(slots=True)
@@ -45,9 +47,13 @@ def deal_streams(state: LogicalState, run: Run, wanted: Layout) -> Streams:
             return Streams(problems=[_absent(place)])
         found[at] = chosen
     grid = (wanted.pp, wanted.tp) + ((wanted.world_size // (wanted.pp * wanted.tp),) if wanted.ep > 1 else ())
+    try:
+        ready = {at: [revive(value)] for at, (value, _) in found.items()}
+    except Unwritable as error:
+        return Streams(problems=[_unwritable(str(error))])
     odd = [at for at, (_, exact) in found.items() if not exact]
     return Streams(
-        {f"rng_state/shard_{_dots(at)}_{_dots(grid)}": [value] for at, (value, _) in found.items()},
+        {f"rng_state/shard_{_dots(at)}_{_dots(grid)}": value for at, value in ready.items()},
         [_dealt(odd[0], len(odd), len(found))] if odd else [],
     )
 
@@ -87,6 +93,16 @@ def _absent(place: Coordinate) -> Problem:
     return Problem(
         "SR-MGW-STREAMS",
         f"no state of random number generators is there for pp={place.pp}, tp={place.tp}: none are written",
+        severity=Severity.WARNING,
+        where={"key": "rng_state"},
+        hint="load with --no-load-rng",
+    )
+
+
+def _unwritable(why: str) -> Problem:
+    return Problem(
+        "SR-MGW-STREAMS",
+        f"states of random number generators are not written: {why}",
         severity=Severity.WARNING,
         where={"key": "rng_state"},
         hint="load with --no-load-rng",
