@@ -159,14 +159,14 @@ def prepare(
     place = require_places(given or source.path, Path(dest))
     require_places(source.path, Path(dest))
     lay_out = writer or load_writer(to)
+    original, source = original or source, adapt_source(source, to)
     dtypes = plan_dtypes(source.state, dtype) if dtype else {}
     trees = fingerprint_source(source.path, ())
-    opened = original or source
-    found = list(inspect_checkpoint(opened).problems)
-    checked = opened.check_payloads() if payloads and isinstance(opened, Inspectable) else None
+    found = list(inspect_checkpoint(original).problems)
+    checked = original.check_payloads() if payloads and isinstance(original, Inspectable) else None
     found += checked.problems if checked is not None else ()
     # A process that leaves the check to another one plans as if it had passed; otherwise that one's findings block.
-    trusted = isinstance(opened, Inspectable) and (checked is None or checked.intact is not False)
+    trusted = isinstance(original, Inspectable) and (checked is None or checked.intact is not False)
     decisions = require_decided(found, allow)
     state, kept = settle_objects(source.state)
     view = RecastCheckpoint(_Settled(source, state), dtypes) if dtypes else _Settled(source, state)
@@ -233,6 +233,16 @@ def load_writer(to: str) -> Writer:
     raise UsageError(
         Problem("SR-CONVERT-FORMAT", f"no format called {to!r} can be written", hint=f"formats: {', '.join(WRITERS)}")
     )
+
+
+def adapt_source(source: Checkpoint, to: str) -> Checkpoint:
+    """Returns a checkpoint under the names that a format gives it without being asked; mostly the checkpoint itself.
+
+    Raises:
+        UsageError: if its tensors do not fit together under those names.
+    """
+    adapt = getattr(importlib.import_module(f"samerun.formats.{to}.write"), "adapt", None) if to == "megatron" else None
+    return adapt(source) if adapt is not None else source
 
 
 def require_decided(problems: Iterable[Problem], allow: Collection[str]) -> list[Problem]:

@@ -149,7 +149,8 @@ class Buffer:
     def runs(self, start: int, stop: int) -> Iterator[tuple[Segment, int, int]]:
         """Yields the segments that hold elements `start` to `stop`, and which elements of the buffer they hold."""
         first = max(0, bisect_right(self.starts, start) - 1)
-        for segment in self.segments[first:]:
+        for number in range(first, len(self.segments)):
+            segment = self.segments[number]
             if segment.start >= stop:
                 return
             low, high = max(start, segment.start), min(stop, segment.start + segment.num_elements)

@@ -7,6 +7,7 @@ It is the order of `named_parameters()`: a module's own parameters first, then i
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 _TOKENS = (
     "embedding", "word_embeddings", "position_embeddings", "tokentype_embeddings", "encoder", "decoder", "layers",
@@ -39,6 +40,7 @@ def registration_key(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple(_component_key(part) for part in name.split("."))
 
 
+@lru_cache(maxsize=65_536)
 def _component_key(part: str) -> tuple[int, int, str]:
     if part.isdigit():
         return (0, int(part), "")
@@ -56,6 +58,18 @@ def local_name(name: str) -> str:
     """
     for fused, own in _LOCAL_NAMES:
         name = name.replace(fused, own)
+    return name
+
+
+def fused_name(name: str) -> str:
+    """Returns the name under which distributed checkpoints file a parameter of a layer of the local specification.
+
+    >>> fused_name("pre_mlp_layernorm.weight")
+    'mlp.linear_fc1.layer_norm_weight'
+    """
+    for fused, own in _LOCAL_NAMES:
+        if name.startswith(own.lstrip(".")):
+            return fused.lstrip(".") + name.removeprefix(own.lstrip("."))
     return name
 
 

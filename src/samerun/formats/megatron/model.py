@@ -181,9 +181,10 @@ def _layer_cells(tensor: ModelTensor, run: Run, layers: range, place: Place) -> 
     name = tensor.name
     last = place.pp == run.pp - 1 and place.chunk == run.vpp - 1
     if tensor.by_layer and name.startswith(_STACK):
+        rest = name.removeprefix(_STACK)
         for layer in layers:
             if layer < tensor.stored.shape[0]:
-                yield layer, _STACKED_LAYERS.sub(rf"\g<0>{layer}.", name, count=1)
+                yield layer, f"{_STACK}{layer}.{rest}"
         return
     match = _LAYER.search(name)
     if match and name.startswith(_STACK):

@@ -42,8 +42,8 @@ class Carried:
     problems: list[Problem] = field(default_factory=list[Problem])
 
 
-class _Unwritable(Exception):
-    pass
+class Unwritable(Exception):
+    """A value that no rule makes writable; the message says which."""
 
 
 def carry_objects(state: LogicalState, *, numpy: bool) -> Carried:
@@ -151,7 +151,7 @@ def _convert_all(value: Any, name: str, *, numpy: bool) -> tuple[Any, dict[str, 
         return (kept if kept else _NOTHING), left_out
     try:
         return writable(value, numpy=numpy), left_out
-    except _Unwritable as error:
+    except Unwritable as error:
         return _NOTHING, {name: str(error)}
 
 
@@ -162,7 +162,7 @@ _PICKLED = re.compile(r"(?:^|\.)dp_rank_\d+$")
 def _as_pickle(value: Any) -> bytes | None:
     try:
         emitted = emit_pickle(writable(value))
-    except (_Unwritable, TypeError):
+    except (Unwritable, TypeError):
         return None
     return emitted.pickle if not emitted.storages else None
 
@@ -171,14 +171,14 @@ def writable(value: Any, *, numpy: bool = False) -> Any:
     """Returns a plain value as `emit_pickle` takes it: arrays as tensors, states of generators as the tuples they are.
 
     Raises:
-        _Unwritable: for a record of a class that is not known.
+        Unwritable: for a record of a class that is not known.
     """
     if isinstance(value, Inert):
         what = "a tensor too large to be kept" if value.name == "tensor" else f"a record of {value.name}"
-        raise _Unwritable(f"{what} cannot be written as plain data")
+        raise Unwritable(f"{what} cannot be written as plain data")
     if isinstance(value, np.ndarray):
         if value.dtype.name not in DTYPES:
-            raise _Unwritable(f"an array of {value.dtype} has no form as a tensor")
+            raise Unwritable(f"an array of {value.dtype} has no form as a tensor")
         return known(value)
     if isinstance(value, Mapping):
         if numpy and value.get("bit_generator"):
@@ -219,7 +219,7 @@ def writable_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict
     for name, value in settings.items():
         try:
             ready = writable(value)
-        except _Unwritable as error:
+        except Unwritable as error:
             left_out[name] = str(error)
             continue
         numbers = isinstance(ready, list) and all(isinstance(item, int | float | None) for item in ready)
