@@ -102,12 +102,13 @@ def read_piece_blocks(checkpoint: Checkpoint, key: str, piece: int) -> Iterator[
     """Yields (offsets in the tensor, values) of a piece: whole where it is a view of its file.
 
     Where the reader has to cast or rescale what is stored, it is read in blocks of some tens of MiB along the first
-    dimension, so that it never lies in memory whole.
+    dimension, so that it never lies in memory whole (a later replica of the same box does: `read` gives the first).
     """
     entry = checkpoint.state.tensors[key]
     first, sizes = tuple(entry.tiling.offsets[piece].tolist()), tuple(entry.tiling.sizes[piece].tolist())
     num_bytes = math.prod(sizes) * entry.dtype.num_bytes
-    if num_bytes <= _BLOCK_BYTES or not sizes or not _is_made(checkpoint, key, piece):
+    in_blocks = num_bytes > _BLOCK_BYTES and bool(sizes) and _is_made(checkpoint, key, piece)
+    if not in_blocks or piece not in unique_pieces(entry):
         yield first, checkpoint.read_piece(key, piece)
         return
     rows = max(1, _BLOCK_BYTES * sizes[0] // num_bytes)

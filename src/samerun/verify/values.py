@@ -119,12 +119,8 @@ def _check_tensor(
 
 def _same_bits(checkpoint: Checkpoint, key: str, piece: int, other: int) -> bool:
     """Whether two pieces of one box hold the same values bit by bit; compared block by block."""
-    pairs = zip(read_piece_blocks(checkpoint, key, piece), read_piece_blocks(checkpoint, key, other), strict=False)
-    return all(
-        np.array_equal(bits_of(x), bits_of(y))
-        for (_, mine), (_, theirs) in pairs
-        for (_, x), (_, y) in zip(blocks(mine), blocks(theirs), strict=True)
-    )
+    pairs = zip(blocks(checkpoint.read_piece(key, piece)), blocks(checkpoint.read_piece(key, other)), strict=True)
+    return all(np.array_equal(bits_of(x), bits_of(y)) for (_, x), (_, y) in pairs)
 
 
 def count_nonfinite(values: Array) -> int:
