@@ -271,7 +271,7 @@ def main(arguments: argparse.Namespace) -> int:
             rows = min(stored_rows(folder), loaded["embedding.word_embeddings.weight"].shape[0])
             line |= {"differences": compare(loaded, truth, rows), "tensors": len(loaded), "step": about["step"]}
             line |= {"iteration": about["iteration"], "samples": about["samples"], "schedule": about["schedule"]}
-            line["rng"] = repr(about["rng"])
+            line["rng"] = about["rng"] is not None
             line["groups"] = [[g["lr"], g["weight_decay"], g["is_expert_parallel"]] for g in about["groups"]]
             beyond = [k for k, v in loaded.items() if v.shape[0] > rows and ("word_emb" in k or "output_l" in k)]
             line["padding"] = {"rows": rows, "zero": all(not loaded[k][rows:].any() for k in beyond)}
