@@ -180,6 +180,7 @@ def _cut(state: LogicalState) -> LogicalState:
         ("SR-MGW-SLOT", _shaped),
         ("SR-MGW-NOOPTIM", _drop(("optim.", "master:"))),
         ("SR-MGW-VOCAB", _cut),
+        ("SR-MGW-ROWS", _args(vocab_size=20)),
         ("SR-MGW-ITERATION", lambda state: replace(state, progress=replace(state.progress, update=None))),
         ("SR-MGW-GROUPS", _settings(wd_mult="absent")),
         ("SR-MGW-GROUPS", _doubled),

@@ -240,7 +240,7 @@ def read_truth(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 def stored_rows(folder: Path) -> int:
-    """Returns how many rows of the vocabulary a checkpoint holds; a job's padding comes beyond."""
+    """Returns how many rows of the vocabulary a checkpoint holds; a job's padding comes beyond, or the end is cut."""
     from torch.distributed.checkpoint import FileSystemReader
 
     tensors = FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -268,10 +268,10 @@ def main(arguments: argparse.Namespace) -> int:
         line: dict = {"layout": text}
         try:
             loaded, stepped, about = run(folder, case, arguments.port + number, same)
-            rows = stored_rows(folder)
+            rows = min(stored_rows(folder), loaded["embedding.word_embeddings.weight"].shape[0])
             line |= {"differences": compare(loaded, truth, rows), "tensors": len(loaded), "step": about["step"]}
             line |= {"iteration": about["iteration"], "samples": about["samples"], "schedule": about["schedule"]}
-            line["rng"] = repr(about["rng"])
+            line["rng"] = about["rng"] is not None
             line["groups"] = [[g["lr"], g["weight_decay"], g["is_expert_parallel"]] for g in about["groups"]]
             beyond = [k for k, v in loaded.items() if v.shape[0] > rows and ("word_emb" in k or "output_l" in k)]
             line["padding"] = {"rows": rows, "zero": all(not loaded[k][rows:].any() for k in beyond)}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
-from samerun.core.state import LogicalState, Role, TensorKey
+from samerun.core.mesh import Layout
+from samerun.core.state import LogicalState, Role, TensorEntry, TensorKey
 from samerun.errors import Problem, Severity
+from samerun.formats.mcore.flat import align
 from samerun.formats.mcore.run import Run
 from samerun.formats.mcore.vocab import PADDED
 
@@ -16,7 +18,7 @@ _NAMED = re.compile(
 _GROUPED = re.compile(r"\.experts\.linear_fc[12]\.(?:weight|bias)\d+$")
 
 
-def check_writable(state: LogicalState, run: Run) -> list[Problem]:
+def check_writable(state: LogicalState, run: Run, wanted: Layout) -> list[Problem]:
     """Returns every finding; errors are decisions of the user."""
     names = {entry.key.fqn for entry in state.tensors.values()}
     return [
@@ -25,7 +27,7 @@ def check_writable(state: LogicalState, run: Run) -> list[Problem]:
         *_check_kind(run, names),
         *_check_slots(state),
         *_check_optimizer(state),
-        *_check_vocabulary(state, run),
+        *_check_vocabulary(state, run, wanted),
         *([_no_iteration()] if state.progress.update is None else []),
     ]
 
@@ -116,10 +118,16 @@ def _check_optimizer(state: LogicalState) -> list[Problem]:
     ]
 
 
-def _check_vocabulary(state: LogicalState, run: Run) -> list[Problem]:
+def _check_vocabulary(state: LogicalState, run: Run, wanted: Layout) -> list[Problem]:
     size = run.count("vocab_size")
     found = [entry for entry in state.tensors.values() if entry.key.fqn in PADDED and entry.key.slot is None]
-    if not found or size is None or found[0].shape[0] != size:
+    if not found or size is None:
+        return []
+    multiple = run.count("make_vocab_size_divisible_by")
+    padded = align(size, multiple * wanted.tp) if multiple else found[0].shape[0]
+    if padded < found[0].shape[0]:
+        return [_cut_off(found[0], padded)]
+    if found[0].shape[0] != size:
         return []
     return [
         Problem(
@@ -131,6 +139,19 @@ def _check_vocabulary(state: LogicalState, run: Run) -> list[Problem]:
             "and moments, where the source's were as initialised. Those of the output layer take part in the softmax",
         )
     ]
+
+
+def _cut_off(entry: TensorEntry, rows: int) -> Problem:
+    return Problem(
+        "SR-MGW-ROWS",
+        f"a job at that TP holds {rows} rows of the vocabulary and would drop what is beyond",
+        where={"tensor": str(entry.key)},
+        expected=f"{rows} rows at the destination",
+        found=f"{entry.shape[0]} rows",
+        severity=Severity.WARNING,
+        hint="those rows were trained (SR-MEG-VOCABUSED). Where the tokenizer uses them, raise "
+        "--make-vocab-size-divisible-by so that they stay",
+    )
 
 
 def _no_iteration() -> Problem:
