@@ -87,12 +87,16 @@ class Work:
     def open_for(self, stage: str) -> Checkpoint:
         """Opens what a job of `stage` must hold: the checkpoint, under the names that the conversion gives it."""
         opened, convert = self.open(), self.manifest.convert
-        if convert is None or convert.map is None or stage in (INSPECT, CONTROL):
+        if convert is None or stage in (INSPECT, CONTROL):
             return opened
-        from samerun.formats.mapfile import read_name_map
-        from samerun.formats.mapped import MappedCheckpoint
+        from samerun.convert.convert import adapt_source
 
-        return MappedCheckpoint(opened, read_name_map(self.map_of(convert.map), opened.state))
+        if convert.map is not None:
+            from samerun.formats.mapfile import read_name_map
+            from samerun.formats.mapped import MappedCheckpoint
+
+            opened = MappedCheckpoint(opened, read_name_map(self.map_of(convert.map), opened.state))
+        return opened if stage == CONVERT else adapt_source(opened, convert.to)
 
     def map_of(self, text: str) -> str:
         """Returns a name map as the manifest has it, a file's path taken from the manifest's folder."""
