@@ -197,3 +197,14 @@ def test_groups_of_two_algorithms_are_no_lost_hyperparameters(tmp_path: Path) ->
         del second[name]
     torch.save(state, tmp_path / "lost.pt")
     assert severities(tmp_path / "lost.pt")["SR-GROUP-HYPER"] is Severity.ERROR
+
+
+def test_zero_in_fp32_keeps_parameters_whole_and_cut_over_ranks_that_do_not_divide_them(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer, 3)
+    torch.save(saved(net, optimizer), tmp_path / "run.pt")
+    dest = convert(tmp_path / "run.pt", tmp_path / "zero", "zero", Layout(dp_shard=3))
+    checkpoint = open_checkpoint(dest)
+    for name, value in net.state_dict().items():
+        assert (checkpoint.read(f"param:{name}") == value.numpy()).all()

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from samerun.core.box import check_tilings
 from samerun.core.state import LogicalState, Tiling
-from samerun.core.written import DestinationPlan, FilePlan
+from samerun.core.written import DestinationPlan, FilePlan, TensorSlots
 from samerun.errors import Problem
 from samerun.execute.plan import ConversionPlan
 
@@ -145,7 +145,7 @@ def _check_tensors(destination: DestinationPlan, state: LogicalState, embedded: 
         if slots.offsets.shape[1] != len(state.tensors[slots.key].shape)
     ]
     coverages = check_tilings(
-        [(state.tensors[slots.key].shape, Tiling(slots.offsets, slots.sizes)) for slots in fitting]
+        [(state.tensors[slots.key].shape, _without_whole(slots, state.tensors[slots.key].shape)) for slots in fitting]
     )
     for slots, coverage in zip(fitting, coverages, strict=True):
         partly = slots.key in destination.dropped and coverage.missing_elements is not None
@@ -160,6 +160,15 @@ def _check_tensors(destination: DestinationPlan, state: LogicalState, embedded: 
             )
         )
     return problems
+
+
+def _without_whole(slots: TensorSlots, shape: tuple[int, ...]) -> Tiling:
+    """Returns the boxes without those that hold the whole tensor, if there are others: a copy is complete by itself.
+
+    ZeRO in fp32 keeps a parameter whole in its model file, and cut as the optimizer's master.
+    """
+    cut = (slots.sizes != np.array(shape, np.int64)).any(axis=1)
+    return Tiling(slots.offsets[cut], slots.sizes[cut]) if cut.any() else Tiling(slots.offsets, slots.sizes)
 
 
 def _counted(number: int | None) -> str:
