@@ -11,6 +11,7 @@ import numpy as np
 
 from samerun.core.dtype import parse_dtype
 from samerun.core.state import LogicalState, ParamGroup, RecordedProgress, TensorEntry, TensorKey, Tiling
+from samerun.errors import CorruptCheckpoint, Problem
 
 
 class MemoryCheckpoint:
@@ -67,7 +68,7 @@ class MemoryCheckpoint:
         return self.read(key, tuple(tiling.offsets[piece].tolist()), tuple(tiling.sizes[piece].tolist()))
 
     def locate(self, key: str, piece: int) -> Any:
-        raise NotImplementedError("memory has no files")
+        raise CorruptCheckpoint(Problem("SR-USAGE-PIECE", "memory has no files", where={"tensor": key}))
 
     def close(self) -> None:
         self.arrays.clear()

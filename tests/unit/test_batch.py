@@ -228,7 +228,7 @@ class TestFindings:
 
 class TestCommand:
     def run(self, *words: str) -> tuple[int, str]:
-        result = CliRunner().invoke(root, ["batch", *words], standalone_mode=False)
+        result = CliRunner(env={"COLUMNS": "120"}).invoke(root, ["batch", *words], standalone_mode=False)
         if isinstance(result.exception, UsageError):
             return result.exception.exit_code, "\n".join(codes(result.exception.problems))
         assert result.exception is None, result.exception

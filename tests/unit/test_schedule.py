@@ -204,18 +204,22 @@ class TestVerbs:
         lengths.write_text("\n".join(map(str, [9, 3, 5, 7, 2, 2])))
         words = ["--global-batch", "256", "--replicas", "10", "--max-microbatch", "2", "--samples-left", "1000"]
         words += ["--eval-every", "65", "--schedule-updates", "1000", "--updates-done", "200"]
-        shown = CliRunner().invoke(batch, words, catch_exceptions=False).output
+        shown = CliRunner(env={"COLUMNS": "120"}).invoke(batch, words, catch_exceptions=False).output
         assert "eval: samples" in shown
-        found = json.loads(CliRunner().invoke(batch, [*words, "--json"], catch_exceptions=False).stdout)
+        found = json.loads(
+            CliRunner(env={"COLUMNS": "120"}).invoke(batch, [*words, "--json"], catch_exceptions=False).stdout
+        )
         costs = {option["global_batch"]: option["cost"] for option in found["options"]}
         assert costs[260]["eval_updates"] == 64
         assert costs[256]["updates_left"] == 4
         words = ["--global-batch", "28", "--replicas", "2", "--max-microbatch", "10", "--unit", "tokens"]
         words += ["--lengths", str(lengths)]
-        done = CliRunner().invoke(batch, words, catch_exceptions=False)
+        done = CliRunner(env={"COLUMNS": "120"}).invoke(batch, words, catch_exceptions=False)
         assert "measured: 28 tokens in 2 passes" in done.output
         assert "SR-BATCH-TOKENS" not in done.output
-        body = json.loads(CliRunner().invoke(batch, [*words, "--json"], catch_exceptions=False).stdout)
+        body = json.loads(
+            CliRunner(env={"COLUMNS": "120"}).invoke(batch, [*words, "--json"], catch_exceptions=False).stdout
+        )
         assert sum(map(sum, body["token_dealing"]["tokens"])) == 28
 
     def test_rates_of_a_checkpoint(self) -> None:

@@ -320,5 +320,5 @@ def _beside(names: list[str]) -> Problem:
         f"{', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}",
         severity=Severity.WARNING,
         where={"file": EXTRA},
-        hint=f"torch.load('{EXTRA}') gives them by the source's names; the job must take from it what it needs",
+        hint=f"{EXTRA} is a torch.save file that holds them by the source's names; the job must take what it needs",
     )
