@@ -8,6 +8,7 @@ from the live engine: full fp32 parameters and moments.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -97,7 +98,7 @@ def trainer(target: Path) -> None:
     PartialState(cpu=True)
     work = target.parent / f"{target.name}-work"
     arguments = TrainingArguments(
-        output_dir=str(work), max_steps=4, save_steps=4, per_device_train_batch_size=2, report_to=[],
+        output_dir=os.path.relpath(work), max_steps=4, save_steps=4, per_device_train_batch_size=2, report_to=[],
         deepspeed=CONFIG, learning_rate=1e-2, lr_scheduler_type="linear", warmup_steps=2, logging_steps=2, seed=1,
         ddp_backend="gloo", disable_tqdm=True, optim="adamw_torch",
     )  # fmt: skip
