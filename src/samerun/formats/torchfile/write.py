@@ -277,3 +277,17 @@ def _column(key: str, rows: list[tuple[int, Slot]]) -> TensorSlots:
         np.array([number for number, _ in rows], np.int64),
         np.array([slot.at for _, slot in rows], np.int64),
     )
+
+
+def archive_file(path: str, value: Any) -> tuple[FilePlan, list[Slot]]:
+    """Returns a file that is one torch.save archive, and where tensors' values go in it."""
+    pieces = Pieces()
+    add_archive(pieces, value, path.rpartition("/")[2].removesuffix(".pt"))
+    return pieces.file(path), pieces.slots
+
+
+def text_file(path: str, content: str) -> tuple[FilePlan, list[Slot]]:
+    """Returns a file that is text, such as a tracker; no tensor's values go in it."""
+    pieces = Pieces()
+    pieces.write(content.encode())
+    return pieces.file(path), []

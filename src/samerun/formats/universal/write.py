@@ -44,7 +44,7 @@ from samerun.formats.deepspeed.training import (
     storage_dtype,
 )
 from samerun.formats.torchfile.emit import Storage, Tensor, whole
-from samerun.formats.torchfile.write import Pieces, Slot, add_archive, gather_slots
+from samerun.formats.torchfile.write import Pieces, Slot, archive_file, gather_slots
 from samerun.formats.universal.source import COMMON, FOLDER, GROUPS
 
 _ADAM = frozenset({"exp_avg", "exp_avg_sq"})
@@ -65,7 +65,7 @@ def lay_out(source: WriteSource, layout: Layout | None = None) -> DestinationPla
     pieces = Pieces()
     pieces.write(tag.encode())
     files: list[tuple[FilePlan, list[Slot]]] = [(pieces.file("latest_universal"), [])]
-    files += [_archive(f"{tag}/{name}", value) for name, value in writer.files()]
+    files += [archive_file(f"{tag}/{name}", value) for name, value in writer.files()]
     return DestinationPlan(
         format="universal",
         files=tuple(file for file, _ in files),
@@ -73,12 +73,6 @@ def lay_out(source: WriteSource, layout: Layout | None = None) -> DestinationPla
         dropped={**training.dropped, **carried.dropped, **made_from_masters(training)},
         problems=(*training.problems, *carried.problems, *check_loader(training, ranks), *_check_order(settings)),
     )
-
-
-def _archive(path: str, value: Any) -> tuple[FilePlan, list[Slot]]:
-    pieces = Pieces()
-    add_archive(pieces, value, path.rpartition("/")[2].removesuffix(".pt"))
-    return pieces.file(path), pieces.slots
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -55,7 +55,7 @@ from samerun.formats.deepspeed.training import (
     scalar_value,
     storage_dtype,
 )
-from samerun.formats.torchfile.write import Pieces, Slot, add_archive, gather_slots
+from samerun.formats.torchfile.write import Slot, archive_file, gather_slots, text_file
 
 _LOCAL_STAGES = (1, 2, 3)
 
@@ -76,8 +76,8 @@ def lay_out(source: WriteSource, layout: Layout | None = None, *, stage: int | N
     config = write_config(state, training, settings)
     writer = _Writer(state, training, settings, carried, config)
     tag = f"global_step{updates_of(state, training)}"
-    files: list[tuple[FilePlan, list[Slot]]] = [_text("latest", tag)]
-    files += [_archive(f"{tag}/{name}", value) for name, value in writer.files()]
+    files: list[tuple[FilePlan, list[Slot]]] = [text_file("latest", tag)]
+    files += [archive_file(f"{tag}/{name}", value) for name, value in writer.files()]
     lost = made_from_masters(training) if settings.stage == 3 else {}
     return DestinationPlan(
         format="zero",
@@ -105,18 +105,6 @@ def choose_stage(state: LogicalState, training: Training, wanted: int | None) ->
         return own
     held = state.topology.layout
     return 3 if own is None and held is not None and held.dp_shard > 1 else 2
-
-
-def _text(path: str, content: str) -> tuple[FilePlan, list[Slot]]:
-    pieces = Pieces()
-    pieces.write(content.encode())
-    return pieces.file(path), []
-
-
-def _archive(path: str, value: Any) -> tuple[FilePlan, list[Slot]]:
-    pieces = Pieces()
-    add_archive(pieces, value, path.rpartition("/")[2].removesuffix(".pt"))
-    return pieces.file(path), pieces.slots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
