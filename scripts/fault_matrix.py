@@ -46,7 +46,8 @@ def list_cases(args: argparse.Namespace) -> Iterator[Case]:
             if args.only != "faults":
                 yield from (Case(precision, seed, layout) for layout in LAYOUTS)
             if args.only != "clean":
-                for fault in FAULTS.values():
+                fitting = (fault for fault in FAULTS.values() if precision in (fault.precisions or (precision,)))
+                for fault in fitting:
                     yield Case(precision, seed, fault.layout or "dp_shard=3", fault.name)
 
 
@@ -68,6 +69,7 @@ def run_case(case: Case, directory: Path, size: str) -> dict[str, Any]:
         "named": list(verdict.get("named") or ()),
         "codes": [reason["code"] for reason in verdict.get("reasons", ())],
         "stage": divergence.get("stage"),
+        "first": divergence.get("code"),
         "used": _most_of_a_band(verdict),
         "seconds": round(time.monotonic() - started, 1),
         "stderr": verdict.get("stderr", ""),
