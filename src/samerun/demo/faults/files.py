@@ -37,7 +37,7 @@ def swap_shards(checkpoint: Path) -> str:
     return f"{first.name} and {second.name} exchanged"
 
 
-@in_files("shard-stale", Kind.FILES, "SR-FILE-GENERATION", "SR-FILE-MISMATCH", "SR-FILE-TRUNCATED")
+@in_files("shard-stale", Kind.FILES, "SR-SIDECAR-FILE", "SR-SIDECAR-VALUE", "SR-FILE-GENERATION")
 def bring_back_a_shard(checkpoint: Path) -> str:
     """One rank's shard is the one of an earlier save."""
     earlier = next(
@@ -66,7 +66,7 @@ def flip_bit(checkpoint: Path) -> str:
     return f"one bit of {key} flipped, at byte {offset} of {extent.file.name}"
 
 
-@in_files("metadata-missing", Kind.FILES, "SR-PATH-UNKNOWN")
+@in_files("metadata-missing", Kind.FILES, "SR-META-MISSING")
 def lose_metadata(checkpoint: Path) -> str:
     """The save ended before its metadata was written."""
     shutil.move(checkpoint / ".metadata", checkpoint.parent / "lost-metadata")
