@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from samerun.core.state import normalize_fqn
 from samerun.train.named import as_list
-from samerun.train.norms import squared_norm
+from samerun.train.norms import local_part, squared_norm
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,10 @@ def watch_modules(model: nn.Module | Sequence[nn.Module]) -> Generator[ModuleOut
     handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def hook(name: str) -> Any:
-        return lambda module, args, output: outputs.note(name, output)
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            outputs.note(name, output)
+
+        return note
 
     try:
         for part in as_list(model):
@@ -78,8 +81,7 @@ def _tensors(output: Any) -> Iterable[torch.Tensor]:
 
     if isinstance(output, torch.Tensor):
         if output.is_floating_point() and output.numel():
-            detached = output.detach()
-            yield detached.to_local() if hasattr(detached, "to_local") else detached
+            yield local_part(output)
     elif isinstance(output, dict):
         for value in output.values():
             yield from _tensors(value)

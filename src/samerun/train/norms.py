@@ -73,7 +73,7 @@ class ParameterNorms:
     def squared_gradient(self) -> torch.Tensor:
         """Returns, for every parameter, this rank's part of the squared L2 norm of its gradient, as above. Local."""
         gradients = {name: p.grad for name, p in self._mine.items() if p.grad is not None and name in self._counted}
-        parts = ((name, _local(gradient)) for name, gradient in gradients.items())
+        parts = ((name, local_part(gradient)) for name, gradient in gradients.items())
         return self._squares(parts)
 
     def norms(self, squares: Sequence[float], names: Iterable[str]) -> dict[str, float]:
@@ -88,7 +88,7 @@ class ParameterNorms:
         return tuple(trained[round(i * (len(trained) - 1) / (count - 1))] for i in range(count))
 
     def _locals(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        return {name: _local(self._mine[name]) for name in names if name in self._counted}
+        return {name: local_part(self._mine[name]) for name in names if name in self._counted}
 
     def _squares(self, parts: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
         import torch
@@ -100,7 +100,8 @@ class ParameterNorms:
         return squares
 
 
-def _local(tensor: Any) -> torch.Tensor:
+def local_part(tensor: Any) -> torch.Tensor:
+    """Returns what this rank holds of a tensor, without its graph."""
     detached = tensor.detach()
     return detached.to_local() if hasattr(detached, "to_local") else detached
 

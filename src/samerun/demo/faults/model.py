@@ -31,13 +31,16 @@ def change_activation() -> None:
     functional.silu = functional.gelu  # type: ignore[assignment]
 
 
-@in_job("heads-regrouped", Kind.LAYOUT, *FORWARD)
-def regroup_heads() -> None:
-    """The same attention weights are cut into half as many heads."""
+@in_job("heads-interleaved", Kind.LAYOUT, *FORWARD)
+def interleave_heads() -> None:
+    """The rows of the query are read as interleaved heads, where they were contiguous."""
+
+    def interleave(module: Any, args: Any, output: Any) -> Any:
+        return output.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
     def then(model: Any, optimizer: Any) -> None:
         for block in model.blocks:
-            block.attention.head_dim *= 2
+            block.attention.query.register_forward_hook(interleave)
 
     after_load(then)
 
