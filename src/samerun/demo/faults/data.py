@@ -64,8 +64,8 @@ def omit_an_update() -> None:
 
 @in_job("updates-exchanged", Kind.DATA, "SR-SAMPLE-ORDER")
 def exchange_updates() -> None:
-    """Two updates change places; over the window every sample is consumed once."""
-    _reorder(lambda first, second, rest: chain(second, first, rest))
+    """The second and third update change places; over the window every sample is consumed once."""
+    _reorder(lambda first, second, rest: chain(first, islice(rest, len(second)), second, rest))
 
 
 @in_job("cursor-shared", Kind.DATA, "SR-SAMPLE-OVERLAP", "SR-JOB-BATCH", "SR-UPD-SAMPLES")
