@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from samerun.demo.faults.catalog import Kind, in_job
-from samerun.demo.faults.wrap import around_step, local, second_half, wrap
+from samerun.demo.faults.wrap import after_load, around_step, local, second_half, wrap
 
 NUMBERS = ("SR-UPD-LOSS", "SR-UPD-GRADNORM", "SR-UPD-UPDATENORM", "SR-UPD-DELTA")
 
@@ -78,8 +81,6 @@ def hold_a_parameter() -> None:
 @in_job("frozen-thawed", Kind.TIED, "SR-UPD-FROZEN-MOVED")
 def move_the_frozen() -> None:
     """A frozen parameter moves with every update."""
-    from samerun.demo.faults.wrap import after_load
-
     frozen: list[Any] = []
     after_load(lambda model, optimizer: frozen.extend(p for p in model.parameters() if not p.requires_grad))
 
@@ -127,9 +128,6 @@ def drift_apart() -> None:
 @in_job("crash", Kind.JOB, "SR-JOB-FAILED")
 def fall_over() -> None:
     """One rank crashes while the model is loaded."""
-    import os
-
-    from samerun.demo.faults.wrap import after_load
 
     def then(model: Any, optimizer: Any) -> None:
         if os.environ["RANK"] == "1":
@@ -141,11 +139,6 @@ def fall_over() -> None:
 @in_job("writes-checkpoint", Kind.JOB, "SR-JOB-WROTE")
 def write_into_the_checkpoint() -> None:
     """The disposable job writes into the checkpoint that it was started from."""
-    import os
-    import sys
-    from pathlib import Path
-
-    from samerun.demo.faults.wrap import after_load
 
     def then(model: Any, optimizer: Any) -> None:
         if os.environ["RANK"] == "0":

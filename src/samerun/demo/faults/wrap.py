@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,19 +46,25 @@ def after_scheduler_load(then: Callable[[Any], None]) -> None:
 
 
 def around_step(step: Callable[[int, Any, Callable[[], Any]], Any]) -> None:
-    """Calls `step(number, optimizer, original)` in place of each optimizer step with gradients; `number` is 1-based."""
+    """Calls `step(number, optimizer, original)` in place of each optimizer step after loading; `number` is 1-based.
+
+    Steps before are those by which torch makes the empty state that a checkpoint is loaded into.
+    """
     import torch
 
-    calls = 0
+    numbers: Iterator[int] | None = None
+
+    def begin(model: Any, optimizer: Any) -> None:
+        nonlocal numbers
+        numbers = itertools.count(1)
 
     def around(original: Any, optimizer: Any, *args: Any, **rest: Any) -> Any:
-        nonlocal calls
-        if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
-            return original(optimizer, *args, **rest)  # only makes the empty state that a checkpoint is loaded into
-        calls += 1
+        if numbers is None:
+            return original(optimizer, *args, **rest)
         with torch.no_grad():
-            return step(calls, optimizer, lambda: original(optimizer, *args, **rest))
+            return step(next(numbers), optimizer, lambda: original(optimizer, *args, **rest))
 
+    after_load(begin)
     wrap(torch.optim.AdamW, "step", around)
 
 
