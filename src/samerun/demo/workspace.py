@@ -88,9 +88,9 @@ class Workspace:
 
     @property
     def checkpoint(self) -> Path:
-        """The checkpoint of this move: the run's own, or a copy of it when the fault is to damage files."""
+        """The checkpoint of this move: the run's own, or a copy of it when the fault changes files."""
         fault = self.settings.fault
-        damaged = fault is not None and fault.damage is not None
+        damaged = fault is not None and fault.changes_files
         return self.move / "checkpoints" / self.source_checkpoint.name if damaged else self.source_checkpoint
 
     @property

@@ -49,6 +49,7 @@ class Fault:
         replace: parts of the launch script and what they become.
         inject: puts the fault into the libraries that the training script calls; runs on every rank.
         damage: damages the demonstration's own checkpoint; returns what was done, in words.
+        writes: whether the job writes into its checkpoint, which must then be a copy.
     """
 
     name: str
@@ -61,6 +62,12 @@ class Fault:
     replace: tuple[tuple[str, str], ...] = ()
     inject: Callable[[], None] | None = None
     damage: Callable[[Path], str] | None = None
+    writes: bool = False
+
+    @property
+    def changes_files(self) -> bool:
+        """Whether the checkpoint is another one afterwards."""
+        return self.writes or self.damage is not None
 
 
 FAULTS: dict[str, Fault] = {}
@@ -79,6 +86,7 @@ def in_job(
     *codes: str,
     layout: str | None = None,
     precisions: tuple[str, ...] | None = None,
+    writes: bool = False,
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
     """Lists the decorated function as a fault of the running job; its docstring is the story."""
 
@@ -92,6 +100,7 @@ def in_job(
             layout=layout,
             precisions=precisions,
             inject=inject,
+            writes=writes,
         )
         return inject
 

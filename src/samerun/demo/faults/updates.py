@@ -136,7 +136,7 @@ def fall_over() -> None:
     after_load(then)
 
 
-@in_job("writes-checkpoint", Kind.JOB, "SR-JOB-WROTE")
+@in_job("writes-checkpoint", Kind.JOB, "SR-JOB-WROTE", writes=True)
 def write_into_the_checkpoint() -> None:
     """The disposable job writes into the checkpoint that it was started from."""
 
