@@ -3,8 +3,8 @@
 Per prepared object one file, the first without a number: `model.safetensors` (or `pytorch_model.bin`, or numbered parts
 with an index), `optimizer.bin`, `scheduler.bin`, `sampler.bin`, `dl_state_dict.bin`, `custom_checkpoint_N.pkl`,
 `scaler.pt`, and per process `random_states_N.pkl`. Under FSDP models are `pytorch_model_fsdp_N` and optimizers
-`optimizer_N`, directories of DCP, or single files of full state dicts; under DeepSpeed the engine's own checkpoint lies
-in `pytorch_model`.
+`optimizer_N`, directories of DCP, single files of full state dicts, or one file per rank; under DeepSpeed the engine's
+own checkpoint lies in `pytorch_model`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from samerun.formats.base import Checkpoint
 from samerun.formats.statedict.adopt import adopt
 from samerun.formats.statedict.assemble import assemble
 from samerun.formats.statedict.checkpoint import StateDictCheckpoint
+from samerun.formats.statedict.fsdpfiles import add_fsdp_ranks
 from samerun.formats.statedict.recognise import is_state_dict
 from samerun.formats.statedict.safefolder import INDEX_SUFFIX, open_weights
 from samerun.formats.statedict.saved import SavedModel, SavedState, sort_tree
@@ -47,15 +48,18 @@ def open_accelerate(path: Path, open_inner: OpenInner) -> StateDictCheckpoint:
     inners = tuple(_open_inners(path, saved, open_inner))
     _add_models(path, saved, files)
     _add_optimizers(path, saved, files)
+    ranks = add_fsdp_ranks(path, saved, files)
     _add_objects(path, saved, files)
     random = _add_random(path, saved, files)
+    if ranks and saved.topology.world_size is None:
+        saved.topology = Topology(world_size=ranks, inferred="from the number of rank files")
     add_extra(path, saved, files)
     loaders = [name for name in saved.data if name.startswith("dl_state_dict")]
     if loaders and len(random) > 1:
         saved.problems.append(_cursor(path, loaders[0], len(random)))
     if not saved.models and not inners:
         saved.problems.append(_no_model(path))
-    return assemble(path, "accelerate", saved, files, inners)
+    return assemble(path, "accelerate", saved, files, inners, per_rank=ranks > 0)
 
 
 def _open_inners(path: Path, saved: SavedState, open_inner: OpenInner) -> Iterator[Checkpoint]:
