@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from samerun.core.mesh import Layout
-from samerun.errors import CorruptCheckpoint, Severity
+from samerun.errors import CorruptCheckpoint
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
 from support import rankfiles
 from support.gloo import run_ranks
 
@@ -71,24 +70,6 @@ def test_fsdp1_full_sharded_and_local(use_orig_params: bool, tmp_path: Path):
     for role, slot in (("param", "param"), ("optim.exp_avg_sq", "optim.exp_avg_sq")):
         values = [truth[name.replace("param", slot, 1)].reshape(-1) for name in inside]
         assert np.array_equal(checkpoint.read(f"{role}:mlp._flat_param"), np.concatenate(values))
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_groups_of_replicas_under_fsdp1_are_not_put_one_behind_the_other(use_orig_params: bool, tmp_path: Path):
-    truth = run_ranks(4, rankfiles.write_hybrid, tmp_path, use_orig_params)[0]
-    checkpoint = open_checkpoint(tmp_path)
-    report = inspect_checkpoint(checkpoint, deep=True)
-    assert report.complete
-    assert not [problem for problem in report.problems if problem.severity is Severity.ERROR]
-    if use_orig_params:
-        for key, value in truth.items():
-            assert np.array_equal(checkpoint.read(key).reshape(value.shape), value), key
-            for slot in ("exp_avg", "exp_avg_sq") if key.startswith("param:") else ():
-                assert checkpoint.read(key.replace("param", f"optim.{slot}", 1)).size == value.size
-        return
-    inside = [truth[name].reshape(-1) for name in truth if name.startswith("param:mlp.")]
-    assert np.array_equal(checkpoint.read("param:mlp._flat_param"), np.concatenate(inside))
-    assert checkpoint.read("optim.exp_avg:mlp._flat_param").size == sum(part.size for part in inside)
 
 
 def test_moments_that_fsdp1_gathered_into_one_buffer_are_found(tmp_path: Path):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
@@ -53,23 +53,14 @@ def write_fsdp2(rank: int, world_size: int, layout: Layout, folder: Path, with_g
     return toy.full_state(job)
 
 
-def build_fsdp1(
-    use_orig_params: bool, *, frozen: str = "", mesh: Any = None
-) -> tuple[FSDP, torch.optim.Optimizer]:
-    """The toy model under FSDP1: one unit for the MLP, one for the rest. Names beginning with `frozen` do not train.
-
-    With a `mesh` the model is replicated over its axis `replicate` and sharded over `shard`.
-    """
+def build_fsdp1(use_orig_params: bool, *, frozen: str = "") -> tuple[FSDP, torch.optim.Optimizer]:
+    """The toy model under FSDP1: one unit for the MLP, one for the rest. Names beginning with `frozen` do not train."""
     torch.manual_seed(0)
     model: nn.Module = toy.Model(SMALL)
     for name, parameter in model.named_parameters():
         # without original parameters a flat one is trained as a whole or not at all
         parameter.requires_grad_(not (frozen and name.startswith(frozen)))
-    strategy = ShardingStrategy.FULL_SHARD if mesh is None else ShardingStrategy.HYBRID_SHARD
-    how: dict[str, Any] = {
-        "use_orig_params": use_orig_params, "device_id": torch.device("cpu"), "sharding_strategy": strategy,
-        "process_group": None if mesh is None else (mesh.get_group("shard"), mesh.get_group("replicate")),
-    }  # fmt: skip
+    how: dict[str, Any] = {"use_orig_params": use_orig_params, "device_id": torch.device("cpu")}
     model.mlp = FSDP(model.mlp, **how)
     wrapped = FSDP(model, **how)
     return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=2e-3, weight_decay=0.1, foreach=False)
@@ -109,27 +100,6 @@ def write_fsdp1(rank: int, world_size: int, folder: Path, use_orig_params: bool,
             torch.save({**local, "rank": rank, "world_size": world_size}, folder / "local" / f"model_rank{rank}.pt")
         dist.barrier()
         return truth_of(full)
-
-
-def write_hybrid(rank: int, world_size: int, folder: Path, use_orig_params: bool) -> Tensors:
-    """Local state dicts of a job replicated over 2 groups of ranks. Returns the model's truth.
-
-    Of the optimizer FSDP1 cannot give a full state under HYBRID_SHARD without a mesh, nor a local one with it (2.13).
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
-        model, optimizer = build_fsdp1(use_orig_params, mesh=mesh)
-        train_fsdp1(model, optimizer)
-        with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
-            local = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save({**local, "rank": rank, "world_size": world_size}, folder / f"model_rank{rank}.pt")
-        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=False)):
-            full = model.state_dict()
-        dist.barrier()
-        return truth_of({"model": full, "optimizer": {"state": {}}})
 
 
 def full_fsdp1(model: FSDP, optimizer: torch.optim.Optimizer, offload: bool = False) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from samerun.errors import Problem
@@ -65,32 +64,14 @@ def _storage(part: Stored) -> tuple[object, ...] | None:
     return (extent.file, extent.storage_offset_bytes, extent.storage_bytes)
 
 
-def find_twins(flats: list[FlatParameter]) -> dict[Path, Path]:
-    """Returns, by file, the earlier one that holds the same parts: of groups of replicas (HYBRID_SHARD) the first."""
-    twins: dict[Path, Path] = {}
-    for flat in flats:
-        firsts: dict[int, Path] = {}
-        for start, extent in zip(flat.whole.tiling.offsets[:, 0].tolist(), flat.whole.extents, strict=True):
-            first = firsts.setdefault(start, extent.file)
-            if first != extent.file:
-                twins[extent.file] = first
-    return twins
-
-
-def join(plain: Plain, twins: Mapping[Path, Path]) -> Stored:
-    """Returns the tensor of one dimension whose parts, in rank order, the ranks hold; `twins` hold replicas."""
-    held = [(part.extents[0].file, part) for part in plain.parts.values() if part.num_elements and part.extents]
-    starts: dict[Path, int] = {}
+def join(plain: Plain) -> Stored:
+    """Returns the tensor of one dimension whose parts, in rank order, the ranks hold."""
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...], Any]] = []
     start = 0
-    for file, part in held:
-        if file not in twins:
-            starts[file] = start
-            start += part.num_elements
-    boxes = [
-        ((starts[first],), (part.num_elements,), part.extents[0])
-        for file, part in held
-        if (first := twins.get(file, file)) in starts
-    ]
+    for part in plain.parts.values():
+        if part.num_elements and part.extents:
+            boxes.append(((start,), (part.num_elements,), part.extents[0]))
+        start += part.num_elements
     return store_boxes((start,), _first(plain).dtype, boxes)
 
 
@@ -123,9 +104,7 @@ class Local:
     problems: tuple[Problem, ...]
 
 
-def place_local(
-    tree: Tree, plains: list[Plain], ranks: list[int], known: Known | None = None
-) -> Local:
+def place_local(tree: Tree, plains: list[Plain], ranks: list[int], known: Known | None = None) -> Local:
     """Puts the parts of a local state dict together. `plains` are the ordinary tensors in the merged `tree`.
 
     A flat parameter whose parameters are saved by name too is left out of the tree, as is one that could be taken
@@ -135,9 +114,8 @@ def place_local(
     views = views_of(plains, flats)
     state = [plain for plain in plains if "state" in plain.path and _first(plain).shape]
     if views:
-        twins = find_twins(flats)
-        rows, problems = shape_rows({plain.path: join(plain, twins) for plain in views}, known or {}, len(ranks))
-        placed = {plain.path: join(plain, twins) for plain in state} | rows
+        rows, problems = shape_rows({plain.path: join(plain) for plain in views}, known or {}, len(ranks))
+        placed = {plain.path: join(plain) for plain in state} | rows
         inside: dict[tuple[str, ...], dict[str, Stored]] = {flat.path: {} for flat in flats}
         parameters = frozenset(plain.path[-1] for plain in views)
     else:
