@@ -25,7 +25,7 @@ _HYPERPARAMETERS = frozenset({
     "max_lr", "min_lr", "bias_correction", "wd_mult", "lr_mult", "is_expert", "is_decoupled_lr",
 })  # fmt: skip
 _NUMBERED = re.compile(r"(?:global_?step|step|iter|iteration|checkpoint|ckpt|update)[-_=]?0*(\d+)", re.IGNORECASE)
-_SCALER = re.compile(r"(?:^|[._])(?:grad_?)?scaler", re.IGNORECASE)
+_SCALER = re.compile(r"(?:^|[._])(?:grad_?)?scaler|\.growth_interval$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,7 +422,7 @@ def check_scheduler(state: LogicalState) -> list[Problem]:
             )
         )
     shapes = scheduler.get("lr_lambdas")
-    if isinstance(shapes, list) and shapes and all(shape is None for shape in shapes):
+    if isinstance(shapes, list) and shapes and not any(shapes):  # None for a function, {} for a partial of one
         problems.append(
             Problem(
                 "SR-SCHED-LAMBDA",

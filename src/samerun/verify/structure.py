@@ -13,8 +13,10 @@ from samerun.errors import FormatError, Problem, Severity
 from samerun.formats.base import Checkpoint, Inspectable, Rigid
 from samerun.stores.remote import original_name
 from samerun.verify.against import Against, compare_previous
+from samerun.verify.averages import check_averages, check_copied
 from samerun.verify.consequence import explain_consequences
 from samerun.verify.coverage import check_coverage
+from samerun.verify.declared import check_declared
 from samerun.verify.destination import Destination, check_destination, plan_destination
 from samerun.verify.resume import Resumable, check_resume, judge_resumable
 from samerun.verify.sidecar import SidecarCheck, check_sidecar, read_sidecar
@@ -139,7 +141,7 @@ def inspect_checkpoint(
     steps, step_files = read_steps(checkpoint)
     resume = check_resume(state, checkpoint.path.name, steps)
     problems += check_generation(steps, step_files) or []
-    problems += resume
+    problems += [*resume, *check_averages(state), *check_declared(state)]
     if deep:
         if isinstance(checkpoint, Inspectable):
             payloads = checkpoint.check_payloads(advance)
@@ -147,6 +149,7 @@ def inspect_checkpoint(
             problems += payloads.problems
         problems += check_values(checkpoint)
         digests = _digests(checkpoint)
+        problems += check_copied(checkpoint, digests)
         recorded = _check_sidecar(checkpoint, digests)
         problems += recorded.problems
         if recorded.intact is not None and intact is not False:

@@ -19,6 +19,7 @@ from samerun.core.state import RecordedProgress, Topology
 from samerun.errors import FormatError, Problem, Severity, UsageError
 from samerun.formats.base import Checkpoint
 from samerun.formats.huggingface.config import check_config, tied_names
+from samerun.formats.huggingface.horizon import check_horizon
 from samerun.formats.huggingface.trainer import Trainer, check_trainer, read_trainer
 from samerun.formats.statedict.adopt import adopt
 from samerun.formats.statedict.assemble import assemble
@@ -63,6 +64,8 @@ def open_huggingface(path: Path, open_inner: OpenInner) -> StateDictCheckpoint:
     _describe(config, trainer, saved)
     saved.problems += check_config(config, saved.models, files)
     saved.problems += check_trainer(path, trainer, saved)
+    for _, scheduler in saved.schedulers[:1]:
+        saved.problems += check_horizon(trainer.state, trainer.arguments, scheduler)
     if not saved.models and not inners:
         saved.problems.append(_no_model(path))
     return assemble(path, "huggingface", saved, files, inners, per_rank=ranks > 0)

@@ -4,8 +4,8 @@ A flat parameter is the concatenation of the parameters of one wrapped module. W
 saved, as a ShardedTensor of one dimension, and nothing says where one parameter ends and the next begins. With
 `use_orig_params=True` each parameter is saved too, as a view of this rank's part of the flat one: its place and number
 of elements are then known exactly, its shape is not. Optimizer state is by position and local in both
-(`torch/distributed/fsdp/_state_dict_utils.py`, `_flat_param.py`, 2.13). Where optimizer state with names and shapes lies
-beside it, as Accelerate writes it, `unflatten` gives parameters back what they lost.
+(`torch/distributed/fsdp/_state_dict_utils.py`, `_flat_param.py`, 2.13). Where optimizer state with names and shapes
+lies beside it, as Accelerate writes it, `unflatten` gives parameters back what they lost.
 """
 
 from __future__ import annotations

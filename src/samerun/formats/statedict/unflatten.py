@@ -118,8 +118,8 @@ def _some(names: Sequence[str]) -> str:
 
 def _only(num_ranks: int) -> str:
     return (
-        f"only FSDP1 with the same wrapping on {num_ranks} ranks loads it; resume there once and save a sharded or full "
-        "state dict"
+        f"only FSDP1 with the same wrapping on {num_ranks} ranks loads it; resume there once and save a sharded or "
+        "full state dict"
     )
 
 
