@@ -72,6 +72,7 @@ FAILURES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ("stepped once per process, or once too often", "SCHED-POSITION"),
         ("the rates are not those of the groups", "SCHED-LR"),
         ("the schedule is a function that is not saved", "SCHED-LAMBDA"),
+        ("a schedule that is a function, with another horizon", "SCHED-HORIZON AGAINST-SCHEDULE"),
     )),
     ("Data", "I", (
         ("cursor absent", "DATA-MISSING"),
@@ -115,11 +116,13 @@ FAILURES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ("round-robin gradients", "ZERO-ROUNDROBIN UNI-ROUNDROBIN"),
     )),
     ("Scaler and EMA", "I", (
+        ("fp16 scaler absent", "SCALER-MISSING"),
+        ("EMA absent although the run had one", "EMA-MISSING"),
+        ("EMA of another shape or other names", "EMA-SHAPE EMA-NAMES"),
+        ("EMA saved as a list, which may not fit", "EMA-UNMATCHED EMA-ORDER"),
         ("state_dict is the average", "PL-AVERAGE"),
-        ("fp16 scaler absent: shown under `resumable`, no finding of its own", ""),
-        ("EMA absent: shown under `resumable`, no finding of its own", ""),
-        ("another horizon in a schedule that is a function", ""),
     )),
+    ("Scaler and EMA", "D", (("EMA saved as the model, or the model as the EMA", "EMA-SAME"),)),
 )  # fmt: skip
 
 

@@ -497,7 +497,8 @@ def _check_rng_ranks(state: LogicalState) -> list[Problem]:
                 where={"key": next(iter(state.rng))},
                 expected=world_size,
                 found=1,
-                hint="every rank saved under the same name and one of them survived; save it under a name per rank",
+                hint="either every rank saved under the same name and one of them survived (save it under a name per "
+                "rank), or a run of one process was converted for more, and the new ranks have no stream yet",
             )
         ]
     if ranks == set(range(world_size)):
@@ -505,13 +506,14 @@ def _check_rng_ranks(state: LogicalState) -> list[Problem]:
     return [
         Problem(
             "SR-RNG-RANKS",
-            f"random number generator states are saved for {len(ranks)} ranks, the checkpoint was written by "
-            f"{world_size}",
+            f"there are random number generator states of {len(ranks)} ranks ({_some(list(map(str, sorted(ranks))))}), "
+            f"and the checkpoint is one of {world_size} ranks",
             severity=Severity.WARNING,
             where={"key": next(iter(state.rng))},
             expected=world_size,
             found=len(ranks),
-            hint="the other ranks' streams are lost",
+            hint="ranks without a state start a stream of their own: expected where a conversion changed their number "
+            "(declare rng: expected-to-change), otherwise states were lost, or are left over from another save",
         )
     ]
 
