@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from samerun.cli.output import printable
 from samerun.errors import Problem, Severity, UsageError
 
 if TYPE_CHECKING:
@@ -90,13 +91,13 @@ def _print(report: InspectReport, *, deep: bool) -> None:
 
 def _facts(report: InspectReport, *, deep: bool) -> Iterator[tuple[str, str]]:
     state = report.state
-    yield "checkpoint", f"{report.path}  ({state.format})"
+    yield "checkpoint", printable(f"{report.path}  ({state.format})")
     if recognised := state.written_by.get("recognised"):
-        yield "format", recognised
+        yield "format", printable(recognised)
     yield "written by", _written_by(state)
     yield "progress", _progress(state)
     if state.groups:
-        yield "groups", _groups(state)
+        yield "groups", printable(_groups(state))
     pieces = sum(len(entry.tiling) for entry in state.tensors.values())
     where = f"{pieces:,} pieces in {report.num_files} files"
     yield (
@@ -115,7 +116,7 @@ def _facts(report: InspectReport, *, deep: bool) -> Iterator[tuple[str, str]]:
     if report.destination is not None:
         yield "at", _destination(report)
     if report.against is not None:
-        yield "against", _against(report.against)
+        yield "against", printable(_against(report.against))
 
 
 def _verdict(text: str) -> str:
@@ -180,7 +181,7 @@ def _table(state: LogicalState) -> Iterator[str]:
     rows: dict[str, list[Any]] = {}
     order = ("param", "master", "ema", "buffer", "optim")
     for entry in sorted(state.tensors.values(), key=lambda entry: order.index(entry.key.role)):
-        name = f"{entry.key.role}.{entry.key.slot}" if entry.key.slot else entry.key.role.value
+        name = printable(f"{entry.key.role}.{entry.key.slot}") if entry.key.slot else entry.key.role.value
         row = rows.setdefault(name, [0, 0, 0, {}])
         row[0] += 1
         row[1] += entry.num_elements
