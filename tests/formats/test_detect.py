@@ -138,7 +138,7 @@ def test_an_empty_file_is_called_empty_and_not_by_its_name(tmp_path: Path):
         with pytest.raises(FormatError, match="the file is empty") as caught:
             open_checkpoint(tmp_path / name)
         assert [problem.code for problem in caught.value.problems] == ["SR-FILE-EMPTY"]
-    with pytest.raises(FormatError, match="SR-FILE-EMPTY.* and 2 more beside it"):
+    with pytest.raises(FormatError, match=r"SR-FILE-EMPTY.* and 2 more beside it"):
         open_checkpoint(tmp_path)
 
 
@@ -155,5 +155,5 @@ def test_one_empty_file_among_those_of_ranks_is_named(tmp_path: Path):
 
 def test_a_file_that_is_not_what_its_name_says_is_shown_by_its_first_bytes(tmp_path: Path):
     (tmp_path / "model.pt").write_bytes(b"version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(FormatError, match="SR-PATH-UNKNOWN.*begins with b'version '"):
+    with pytest.raises(FormatError, match=r"SR-PATH-UNKNOWN.*begins with b'version '"):
         open_checkpoint(tmp_path / "model.pt")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from samerun.core.mesh import Layout
     from samerun.core.state import LogicalState
     from samerun.verify.against import Against
+    from samerun.verify.checksums import Checksums
     from samerun.verify.structure import InspectReport
 
 _ALIKE_SHOWN = 3
@@ -110,6 +111,8 @@ def _facts(report: InspectReport, *, deep: bool) -> Iterator[tuple[str, str]]:
         ),
     )
     yield "intact", _intact(report.intact, deep=deep)
+    if report.checksums is not None:
+        yield "checksums", _checksums(report.checksums, report.intact)
     resumable = report.resumable
     lack = f"; lacks {', '.join(resumable.lack)}" if resumable.lack else ""
     yield "resumable", f"{_verdict(resumable.verdict)}  has {', '.join(resumable.have) or 'nothing'}{lack}"
@@ -156,6 +159,20 @@ def _intact(intact: bool | None, *, deep: bool) -> str:
     if intact is not None:
         return _verdict("yes" if intact else "no") + ("  every checksum agrees" if intact else "  see below")
     return "undecided  every checksum agrees, see the note below" if deep else "not checked  (--deep reads every byte)"
+
+
+def _checksums(sums: Checksums, intact: bool | None) -> str:
+    """Says what recorded checksums gave, and whether they were compared with the bytes or only put together."""
+    if sums.fingerprint is not None:
+        combined = f"fingerprint {sums.fingerprint} from the recorded CRC-32 of {len(sums.tensors):,} tensors"
+    else:
+        combined = f"no fingerprint: {sums.why}"
+    if sums.checked is None:
+        return f"{combined}; no values read"
+    if not sums.total or not sums.checked:
+        return f"{combined}; every byte read, nothing recorded to compare with"
+    agree = "they do not all agree" if intact is False else "all agree"
+    return f"{combined}; compared with the bytes: {sums.checked:,} of {sums.total:,} payloads, {agree}"
 
 
 def _against(against: Against) -> str:

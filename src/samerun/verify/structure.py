@@ -10,10 +10,11 @@ from typing import Any
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role
 from samerun.errors import FormatError, Problem, Severity
-from samerun.formats.base import Checkpoint, Inspectable, Rigid
+from samerun.formats.base import Checkpoint, Inspectable, PayloadCheck, Rigid
 from samerun.stores.remote import original_name
 from samerun.verify.against import Against, compare_previous
 from samerun.verify.averages import check_averages, check_copied
+from samerun.verify.checksums import Checksums, combine_checksums
 from samerun.verify.consequence import explain_consequences
 from samerun.verify.coverage import check_coverage
 from samerun.verify.declared import check_declared
@@ -45,6 +46,7 @@ class InspectReport:
     destination: Destination | None = None
     digests: Mapping[str, str] | None = None
     against: Against | None = None
+    checksums: Checksums | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the body of the `samerun/inspect/1` document."""
@@ -79,6 +81,8 @@ class InspectReport:
             },
             "problems": [problem.to_json() for problem in self.problems],
         }
+        if self.checksums is not None:
+            body["checksums"] = self.checksums.to_json()
         if self.destination is not None:
             body["destination"] = self.destination.to_json()
         if self.against is not None:
@@ -93,6 +97,7 @@ class InspectReport:
             "dtype": entry.dtype.name,
             "pieces": len(entry.tiling),
             "digest": self.digests.get(key) if self.digests else None,
+            "crc32": self.checksums.tensors.get(key) if self.checksums else None,
             "original": entry.original,
         }
         if entry.aliases:
@@ -134,6 +139,7 @@ def inspect_checkpoint(
     problems = [*state.problems, *check_coverage(state)]
     intact: bool | None = None
     digests: dict[str, str] | None = None
+    payloads: PayloadCheck | None = None
     num_files = 1
     if isinstance(checkpoint, Inspectable):
         num_files = checkpoint.num_files
@@ -175,6 +181,7 @@ def inspect_checkpoint(
         destination=planned,
         digests=digests,
         against=against,
+        checksums=combine_checksums(checkpoint, payloads),
     )
 
 
