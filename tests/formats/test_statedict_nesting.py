@@ -13,6 +13,7 @@ from torch import nn
 from samerun.core.state import Role
 from samerun.formats.base import Checkpoint
 from samerun.formats.detect import open_checkpoint
+from samerun.verify.structure import inspect_checkpoint
 
 
 def net() -> nn.Module:
@@ -344,3 +345,32 @@ def test_a_damaged_storage_is_one_finding_and_the_rest_is_read(tmp_path: Path):
     assert codes(checkpoint) == ["SR-FILE-TRUNCATED"]
     lost = [key for key, entry in checkpoint.state.tensors.items() if len(entry.tiling) == 0]
     assert 0 < len(lost) < len(checkpoint.state.tensors)
+
+
+def test_a_seed_is_no_state_of_a_generator(tmp_path: Path):
+    model = net()
+    state = {"model": model.state_dict(), "optimizer": adam(model).state_dict(), "meta": {"seed": 7}, "seed": 7}
+    assert saved(state, tmp_path).state.rng == {}
+    assert list(saved({**state, "rng_state": torch.get_rng_state()}, tmp_path).state.rng) == ["rng_state"]
+
+
+def test_counters_of_widespread_scripts(tmp_path: Path):
+    model = net()
+    state = {"model": model.state_dict(), "optimizer": adam(model).state_dict()}
+    for name in ("iter_num", "completed_steps", "iteration"):
+        assert saved({**state, name: 2}, tmp_path).state.progress.update == 2
+        report = inspect_checkpoint(saved({**state, name: 5}, tmp_path))
+        assert report.state.progress.update == 5
+        assert "SR-CNT-OPTIMIZER" in {problem.code for problem in report.problems}
+
+
+def test_adapters_beside_their_configuration(tmp_path: Path):
+    from safetensors.torch import save_file
+
+    tensors = {f"base_model.model.q.lora_{half}.weight": torch.ones(2, 4) for half in "AB"}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.state.format == "huggingface"
+    assert codes(checkpoint) == ["SR-HF-ADAPTER"]
+    assert len(checkpoint.state.tensors) == 2

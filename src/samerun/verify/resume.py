@@ -342,7 +342,8 @@ def check_counters(state: LogicalState, name: str, steps: Mapping[str, float]) -
                 where={"tensor": f"optim.step:{next(iter(steps))}"},
                 expected=update,
                 found=usual,
-                hint="bias correction uses the optimizer's; find out which is right (skipped steps also cause this)",
+                hint="bias correction uses the optimizer's; find out which is right (skipped steps also cause this, "
+                "and a counter that names the last update, counted from 0)",
             )
         )
     numbered = _NUMBERED.fullmatch(name)

@@ -68,7 +68,7 @@ def recognise(tree: Tree) -> Sections:
     for name, last, node in _sections(tree):
         if _is_scheduler(last, node):
             scheduler = node if scheduler is None else scheduler
-        elif looks_random(last):
+        elif looks_random(last) and not isinstance(node, int | float | str | None):  # a seed is no state
             rng[name] = node
         elif _DATA.search(last):
             data[name] = node

@@ -89,7 +89,7 @@ def _sort(node: Any, saved: SavedState, name: str, last: str, depth: int) -> Non
         saved.schedulers.append((name, node))
     elif is_scaler(last, node):
         saved.objects[name] = node
-    elif name and looks_random(last):
+    elif name and looks_random(last) and not isinstance(node, int | float | str | None):  # a seed is no state
         saved.rng[name] = node
     elif is_loader(last, node):
         saved.data[name or "dataloader"] = node
