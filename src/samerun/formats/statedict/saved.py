@@ -89,7 +89,7 @@ def _sort(node: Any, saved: SavedState, name: str, last: str, depth: int) -> Non
         saved.schedulers.append((name, node))
     elif is_scaler(last, node):
         saved.objects[name] = node
-    elif name and looks_random(last) and not isinstance(node, int | float | str | None):  # a seed is no state
+    elif name and looks_random(last) and not _is_seed(node):
         saved.rng[name] = node
     elif is_loader(last, node):
         saved.data[name or "dataloader"] = node
@@ -105,6 +105,11 @@ def _sort(node: Any, saved: SavedState, name: str, last: str, depth: int) -> Non
             _sort(item, saved, f"{name}.{number}", last, depth + 1)
     else:
         saved.objects[name] = node
+
+
+def _is_seed(node: Any) -> bool:
+    """Whether a value that is called like a generator's is a plain one: a seed is no state."""
+    return isinstance(node, int | float | str | None)
 
 
 def _may_nest(last: str, node: Any) -> bool:
