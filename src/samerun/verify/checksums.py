@@ -111,5 +111,5 @@ def _why(pieces: int, none: int, total: int) -> str:
     if none == total:
         return "these files record no checksum"
     told = [f"{none} of {total} tensors have no checksum of their own"] if none else []
-    told += [f"{pieces} of {total} tensors are cut along other dimensions than the first"] if pieces else []
+    told += [f"{pieces} of {total} tensors are not cut into whole rows"] if pieces else []
     return ", ".join(told)
