@@ -130,6 +130,15 @@ def test_without_checksums_it_is_said_why(tmp_path: Path):
         assert (found.fingerprint, found.why) == (None, "these files record no checksum")
         deep = run("inspect", tmp_path / name, "--deep").stdout
         assert "no fingerprint: these files record no checksum; every byte read, nothing recorded to compare" in deep
+        assert "intact     undecided  these files record nothing that bytes could be compared with" in deep
+
+
+def test_what_keeps_intact_open_is_said():
+    golden = Path(__file__).parent.parent / "golden" / "statedict"
+    some = run("inspect", golden / "trainer" / "checkpoint-4", "--deep").stdout
+    assert "intact     undecided  only 60 of 80 payloads have a checksum; those agree" in some
+    several = run("inspect", golden / "fsdp1-orig" / "local", "--deep").stdout
+    assert "intact     undecided  every checksum agrees; nothing shows that all files are of one save" in several
 
 
 def test_exit_codes(saved: Path, tmp_path: Path):

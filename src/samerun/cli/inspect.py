@@ -110,7 +110,7 @@ def _facts(report: InspectReport, *, deep: bool) -> Iterator[tuple[str, str]]:
             else f"  values are missing or unreadable, {where}"
         ),
     )
-    yield "intact", _intact(report.intact, deep=deep)
+    yield "intact", _intact(report.intact, report.checksums, deep=deep)
     if report.checksums is not None:
         yield "checksums", _checksums(report.checksums, report.intact)
     resumable = report.resumable
@@ -155,10 +155,17 @@ def _groups(state: LogicalState) -> str:
     ) + (f"; {len(state.groups) - 6} more" if len(state.groups) > 6 else "")
 
 
-def _intact(intact: bool | None, *, deep: bool) -> str:
+def _intact(intact: bool | None, sums: Checksums | None, *, deep: bool) -> str:
     if intact is not None:
         return _verdict("yes" if intact else "no") + ("  every checksum agrees" if intact else "  see below")
-    return "undecided  every checksum agrees, see the note below" if deep else "not checked  (--deep reads every byte)"
+    if not deep:
+        return "not checked  (--deep reads every byte)"
+    checked, total = (sums.checked or 0, sums.total or 0) if sums is not None else (0, 0)
+    if not checked:
+        return "undecided  these files record nothing that bytes could be compared with"
+    if checked < total:
+        return f"undecided  only {checked:,} of {total:,} payloads have a checksum; those agree"
+    return "undecided  every checksum agrees; nothing shows that all files are of one save"
 
 
 def _checksums(sums: Checksums, intact: bool | None) -> str:
