@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from samerun.core.state import LogicalState, Role, TensorEntry
 from samerun.errors import FormatError, Problem, Severity
@@ -27,12 +27,20 @@ def check_averages(state: LogicalState) -> list[Problem]:
     ]
     known = {alias for entry in model.values() for alias in entry.aliases} | model.keys()
     extra = [fqn for fqn in averages if fqn not in known and not fqn.startswith("#") and fqn not in _COUNTS]
-    extra = [fqn for fqn in extra if not any(fqn.endswith(f".{name}") for name in known)]  # of a further average
+    extra = [fqn for fqn in extra if not _is_qualified(fqn, known)]
     trained = [fqn for group in state.groups for fqn in group.params if fqn in model]
     lacking = [fqn for fqn in trained if fqn not in averages]
     if extra or (lacking and not any(fqn.startswith("#") for fqn in averages)):
         problems.append(_names_differ(extra, lacking, len(averages)))
     return problems
+
+
+def _is_qualified(fqn: str, known: Collection[str]) -> bool:
+    """Whether what follows some dot in a name is a known one: further averages' names begin with their own."""
+    at = fqn.find(".")
+    while at >= 0 and fqn[at + 1 :] not in known:
+        at = fqn.find(".", at + 1)
+    return at >= 0
 
 
 def check_copied(checkpoint: Checkpoint, digests: Mapping[str, str]) -> list[Problem]:

@@ -9,12 +9,13 @@ from typing import Any
 from samerun.core.state import LogicalState, Role
 from samerun.errors import Problem, Severity
 
-# Settings by the last part of their name: arguments of scripts, Trainer's, timm's, Lightning's hyperparameters.
+# Settings by the last part of their name: arguments of scripts, Trainer's, timm's, Lightning's hyperparameters. `swa`
+# is not among them: in a model's configuration it means attention in a sliding window.
 _SCALED = re.compile(r"(?:^|[._])fp16$")
 _PRECISION = re.compile(r"(?:^|[._])(?:mixed_)?precision$")
 _HALF = frozenset({"fp16", "16", "16-mixed", "float16"})
 _AVERAGED = re.compile(
-    r"^(?:(?:use|with|enable|do|model)_)*(?:ema|swa)(?:_(?:decay|rate|beta|momentum|power|enabled?|model|weights?))*$"
+    r"^(?:(?:use|with|enable|do|model)_)*ema(?:_(?:decay|rate|beta|momentum|power|enabled?|model|weights?))*$"
 )
 _SETTINGS_OF_AVERAGE = re.compile(r"(?:^|[._])(?:n_averaged|optimization_step|ema_step)$")
 _SCALER = re.compile(r"scaler|(?:^|\.)growth_interval$|loss_scale", re.IGNORECASE)

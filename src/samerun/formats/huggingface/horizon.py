@@ -24,13 +24,10 @@ def check_horizon(state: Mapping[str, Any], arguments: Mapping[str, Any], schedu
     Args:
         state: `trainer_state.json`. arguments: the fields of `training_args.bin`. scheduler: `scheduler.pt`.
     """
-    if not isinstance(scheduler, Mapping):
+    if not isinstance(scheduler, Mapping) or not _is_trainers(scheduler):
         return []
-    position, last, base = (
-        scheduler.get("last_epoch"),
-        _rates(scheduler.get("_last_lr")),
-        _rates(scheduler.get("base_lrs")),
-    )
+    position = scheduler.get("last_epoch")
+    last, base = _rates(scheduler.get("_last_lr")), _rates(scheduler.get("base_lrs"))
     total = _positive(state.get("max_steps")) or _positive(arguments.get("max_steps"))
     if not isinstance(position, int) or total is None or not last or len(last) != len(base):
         return []
@@ -40,6 +37,12 @@ def check_horizon(state: Mapping[str, Any], arguments: Mapping[str, Any], schedu
     ):
         return []
     return [_differs(position, total, [rate * factor for rate in base], last)]
+
+
+def _is_trainers(scheduler: Mapping[Any, Any]) -> bool:
+    """Whether this is a schedule that transformers made: partials, which save nothing. A script's own may be any."""
+    shapes = scheduler.get("lr_lambdas")
+    return isinstance(shapes, list) and bool(shapes) and all(shape == {} for shape in shapes)
 
 
 def _factor(kind: str, arguments: Mapping[str, Any], at: int, total: int) -> float | None:
@@ -93,5 +96,5 @@ def _differs(position: int, total: int, wanted: list[float], found: list[float])
         expected=wanted,
         found=found,
         hint="the files are of runs with different horizons or arguments; a resumed run follows the recorded one and "
-        "jumps to its rate at the next update",
+        "jumps to its rate at the next update; right if the script gave Trainer a scheduler of its own",
     )
