@@ -178,7 +178,7 @@ def rotate_rows() -> None:
 @in_job("buffer-not-loaded", Kind.NAMES, "SR-LOAD-PARAM")
 def spoil_a_buffer() -> None:
     """A persistent buffer is built again with another base and not restored."""
-    after_load(lambda model, optimizer: model.rope.mul_(1.0001))
+    after_load(lambda model, optimizer: model.rope.mul_(1.01))
 
 
 @in_job("frozen-changed", Kind.TIED, "SR-LOAD-PARAM")
@@ -188,7 +188,7 @@ def spoil_the_frozen() -> None:
     def then(model: Any, optimizer: Any) -> None:
         for parameter in model.parameters():
             if not parameter.requires_grad:
-                local(parameter).mul_(1.001)
+                local(parameter).mul_(1.01)
 
     after_load(then)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from samerun.demo.faults.catalog import Kind, in_job
+from samerun.demo.faults.catalog import LOW, Kind, in_job
 from samerun.demo.faults.wrap import after_load, around_step, local, second_half, wrap
 
 NUMBERS = ("SR-UPD-LOSS", "SR-UPD-GRADNORM", "SR-UPD-UPDATENORM", "SR-UPD-DELTA")
@@ -49,7 +49,13 @@ def divide_by_the_old_world_size() -> None:
 
 @in_job("gradient-stretched", Kind.NORMALISATION, "SR-UPD-GRADNORM")
 def stretch_gradient() -> None:
-    """Every gradient is a thousandth too long."""
+    """Every gradient is two hundredths too long."""
+    _scale_gradients(1.02)
+
+
+@in_job("gradient-a-thousandth", Kind.NORMALISATION, "SR-UPD-GRADNORM", precisions=LOW)
+def stretch_gradient_slightly() -> None:
+    """Every gradient is a thousandth too long, which bfloat16 would round away."""
     _scale_gradients(1.001)
 
 
@@ -86,7 +92,7 @@ def move_the_frozen() -> None:
 
     def step(number: int, optimizer: Any, original: Callable[[], Any]) -> Any:
         for parameter in frozen:
-            parameter.mul_(1.001)
+            parameter.mul_(1.01)
         return original()
 
     around_step(step)
@@ -119,7 +125,7 @@ def drift_apart() -> None:
         result = original()
         if number >= 2 and second_half():
             values = local(optimizer.param_groups[0]["params"][0]).view(-1)
-            values[:1] *= 1 + 2**-7
+            values[:1] *= 1 + 2**-5
         return result
 
     around_step(step)
