@@ -24,7 +24,8 @@ from samerun.core.size import format_size
 from samerun.report.charts import Chart, Panel, number_text
 from samerun.report.layout import HUES
 from samerun.report.model import ReportModel
-from samerun.report.page import Page, plain_text, plan_page
+from samerun.report.page import Page, plan_page
+from samerun.report.provenance import plain_text
 from samerun.report.samples import SamplesView, Strip
 from samerun.report.state import Agreement, ParameterRow, StateView
 from samerun.report.style import base_style, read_static, script_hash

@@ -1,0 +1,87 @@
+"""Opened checkpoints, and what inspecting them found, kept until their files change."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from samerun.formats.base import Checkpoint
+from samerun.formats.detect import open_checkpoint
+from samerun.verify.structure import InspectReport, inspect_checkpoint
+from samerun.web.explorer.table import Table
+
+KEPT = 6
+"""Checkpoints that stay open."""
+_MAX_FILES = 20_000
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """An opened checkpoint."""
+
+    checkpoint: Checkpoint
+    report: InspectReport
+    stamp: tuple[Any, ...]
+
+    @cached_property
+    def table(self) -> Table:
+        """Its tensors, ready to be searched. Those that a finding of severity error names are marked."""
+        broken: dict[str, list[str]] = {}
+        for problem in self.report.problems:
+            if problem.severity == "error" and (tensor := problem.where.get("tensor")) is not None:
+                broken.setdefault(str(tensor), []).append(problem.code)
+        return Table.of(self.report.state, broken)
+
+
+class Library:
+    """Checkpoints by path. Safe to use from several threads; two never inspect the same one at once."""
+
+    def __init__(self) -> None:
+        self._opened: OrderedDict[str, Opened] = OrderedDict()
+        self._locks: dict[str, threading.Lock] = {}
+        self._own = threading.Lock()
+
+    def open(self, path: Path | str) -> Opened:
+        """Returns the checkpoint at a path, inspected; again if its files have changed since.
+
+        Raises:
+            UsageError: if nothing is there, or several checkpoints are.
+            FormatError: if it cannot be understood.
+        """
+        name = str(path)
+        with self._own:
+            lock = self._locks.setdefault(name, threading.Lock())
+        with lock:
+            stamp = _stamp(path)
+            known = self._opened.get(name)
+            if known is None or known.stamp != stamp:
+                checkpoint = open_checkpoint(path)
+                known = Opened(checkpoint, inspect_checkpoint(checkpoint), stamp)
+            with self._own:
+                self._opened[name] = known
+                self._opened.move_to_end(name)
+                while len(self._opened) > KEPT:  # closed once no job reads it any more
+                    self._opened.popitem(last=False)
+            return known
+
+
+def _stamp(path: Path | str) -> tuple[Any, ...]:
+    """Returns what changes when a file of the checkpoint does: names, sizes and times."""
+    if not isinstance(path, Path):
+        return ()
+    if not path.is_dir():
+        found = path.stat()
+        return (found.st_size, found.st_mtime_ns)
+    rows: list[tuple[str, int, int]] = []
+    for folder, _, names in os.walk(path):
+        for name in names:
+            if len(rows) >= _MAX_FILES:
+                return tuple(rows)
+            found = os.stat(os.path.join(folder, name), follow_symlinks=False)
+            rows.append((os.path.join(folder, name), found.st_size, found.st_mtime_ns))
+    return tuple(sorted(rows))
