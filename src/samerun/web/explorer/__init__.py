@@ -8,5 +8,7 @@ samerun.web.explorer.picture  the pieces of a tensor as rectangles, with gaps an
 samerun.web.explorer.spread   histogram and moments of a tensor, streamed
 samerun.web.explorer.live     a run directory while it is being written
 samerun.web.explorer.stream   long work as a stream of events that ends when nobody listens any more
-samerun.web.explorer.app      the addresses of all of these
+samerun.web.explorer.answers  all of these as answers
+samerun.web.explorer.app      their addresses
+samerun.web.explorer.server   the server
 """

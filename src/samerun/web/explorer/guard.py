@@ -1,7 +1,7 @@
 """Who may ask: a browser on this machine that knows the token, under this machine's own name, and only to read.
 
-The token is the first part of every address, so that nothing else has to carry it: no cookie, which every other server on
-this machine would be sent too, and nothing that a page elsewhere could make a browser add by itself.
+The token is the first part of every address, so that nothing else has to carry it: no cookie, which every other server
+on this machine would be sent too, and nothing that a page elsewhere could make a browser add by itself.
 """
 
 from __future__ import annotations

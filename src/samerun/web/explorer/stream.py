@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,8 +17,12 @@ Event = dict[str, Any]
 Emit = Callable[[Event], None]
 
 
-class NobodyListens(Exception):  # noqa: N818 - no error: how work is told to end
-    """Raised in the work when its event reaches nobody."""
+PAUSE_SECONDS = 0.1
+"""Progress that follows sooner on what was sent before is not sent."""
+
+
+class NobodyListens(Exception):
+    """No error: how work is told to end, when its event reaches nobody."""
 
 
 class Workers:
@@ -40,9 +45,16 @@ class Workers:
         events: asyncio.Queue[Event | None] = asyncio.Queue()
         left = threading.Event()
 
+        told = 0.0
+
         def emit(event: Event) -> None:
+            nonlocal told
             if left.is_set():
                 raise NobodyListens
+            now = time.monotonic()
+            if event["kind"] == "progress" and now - told < PAUSE_SECONDS:
+                return
+            told = now
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         def run() -> None:

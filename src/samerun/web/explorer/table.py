@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which rows are wanted. Empty fields want all. `find` is one or several parts of a key, all of which must occur."""
+    """Which rows are wanted. Empty fields want all. `find` has parts of a key, all of which must occur."""
 
     find: str = ""
     part: str = ""
@@ -115,7 +115,7 @@ def _is_under(name: str, prefix: str) -> bool:
     return not prefix or name == prefix or name.startswith(f"{prefix}.")
 
 
-_SORTS = {
+_SORTS: dict[str, Callable[[Row], Any]] = {
     "name": lambda row: (natural(row.name), row.part),
     "part": lambda row: (row.part, natural(row.name)),
     "dtype": lambda row: (row.dtype, natural(row.name)),
