@@ -38,6 +38,7 @@ class Answers:
         self.library = Library()
 
     def start(self, query: Query) -> dict[str, Any]:
+        """Returns every checkpoint and run directory that was named or lies inside."""
         places = [{**asdict(place), "path": str(place.path)} for place in self.places.find()]
         for place in places:
             place["state"] = _run_state(Path(place["path"])) if place["kind"] == "run" else None
@@ -47,12 +48,13 @@ class Answers:
         return self.library.open(self.places.resolve(query.get(name, "")))
 
     def checkpoint(self, query: Query) -> dict[str, Any]:
+        """Returns what inspecting `place` found, without its tensors."""
         opened = self._open(query)
         body = opened.report.to_json()
         for name in ("tensors", "problems"):
             del body[name]
         return body | {
-            "findings": explain(opened.report.problems),
+            "findings": explain(opened.report.problems, opened.keys),
             "groups": [_group(group) for group in body["groups"][:100]],
             "parts": sizes(opened.table.rows, "part"),
             "dtypes": sizes(opened.table.rows, "dtype"),
@@ -61,6 +63,7 @@ class Answers:
         }
 
     def tensors(self, query: Query) -> dict[str, Any]:
+        """Returns a page of the tensors that `find`, `part`, `dtype`, `under`, `broken` choose, sorted by `sort`."""
         opened = self._open(query)
         by = query.get("sort", "")
         if by not in SORTS:
@@ -71,6 +74,7 @@ class Answers:
         return {"first": first, "count": len(rows), "bytes": total, "rows": list(page_of(rows, first, count))}
 
     def tree(self, query: Query) -> dict[str, Any]:
+        """Returns the nodes right below `under`, and their sizes as rectangles."""
         opened, choice = self._open(query), _choice(query)
         nodes = children(opened.table.choose(choice), choice.under)
         tiles = [
@@ -89,6 +93,7 @@ class Answers:
         }
 
     def tensor(self, query: Query) -> dict[str, Any]:
+        """Returns one tensor: what it is, who holds which part of it, and the findings that name it."""
         opened = self._open(query)
         entry = require_key(opened.report.state, query.get("key", ""))
         covered = check_tiling(entry.shape, entry.tiling)
@@ -99,7 +104,7 @@ class Answers:
             covered.missing_elements,
             covered.shared_elements,
         )
-        named = [problem for problem in opened.report.problems if problem.where.get("tensor") == key]
+        named = [item for item in opened.report.problems if opened.keys.get(str(item.where.get("tensor"))) == key]
         return {
             "key": key,
             "role": entry.key.role.value,
@@ -116,18 +121,21 @@ class Answers:
         }
 
     def run(self, query: Query) -> dict[str, Any]:
+        """Returns a run directory as it is now."""
         root = self.places.resolve(query.get("place", ""))
         if not isinstance(root, Path):
             raise UsageError(Problem("SR-RUN-DIRECTORY", "a run directory lies on this machine", where={"file": root}))
         return read_live(root)
 
     def values(self, query: Query, emit: Emit) -> None:
+        """Reads a tensor and sends its moments and histograms."""
         opened = self._open(query)
         entry = require_key(opened.report.state, query.get("key", ""))
         found = measure_spread(opened.checkpoint, str(entry.key), _teller(emit))
         emit({"kind": "values", **found, "problems": None, "findings": _findings(found["problems"])})
 
     def diff(self, query: Query, emit: Emit) -> None:
+        """Compares `place` with `other` and sends where they differ, what deviates most first."""
         one, two = self._open(query), self._open(query, "other")
         done, total = 0, sum(row.num_bytes for row in one.table.rows)
 
@@ -144,6 +152,7 @@ class Answers:
         emit({"kind": "diff", **body, "left_out": len(worst) - len(body["values"])})
 
     def deep(self, query: Query, emit: Emit) -> None:
+        """Reads every byte of a checkpoint and sends what was found."""
         opened = self._open(query)
         done, total = 0, sum(row.num_bytes for row in opened.table.rows)
 
@@ -159,7 +168,7 @@ class Answers:
                 "intact": report.intact,
                 "complete": report.complete,
                 "verdict": report.resumable.verdict,
-                "findings": explain(report.problems),
+                "findings": explain(report.problems, opened.keys),
             }
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from samerun.errors import Problem, Severity
@@ -11,8 +11,11 @@ from samerun.report.findings import Finding, group_findings
 from samerun.report.provenance import plain_text
 
 
-def explain(problems: Iterable[Problem]) -> list[dict[str, Any]]:
-    """Returns findings of one code together, worst first. Those that follow from another one are counted under it."""
+def explain(problems: Iterable[Problem], keys: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Returns findings of one code together, worst first. Those that follow from another one are counted under it.
+
+    `keys` has the key of every tensor that can be shown, by key and by the name that the files have for it.
+    """
     listed = list(problems)
     roots = [problem for problem in listed if not problem.follows_from]
     follow: dict[str, Counter[str]] = {}
@@ -21,10 +24,10 @@ def explain(problems: Iterable[Problem]) -> list[dict[str, Any]]:
             follow.setdefault(problem.follows_from, Counter())[problem.code] += 1
     roots.sort(key=lambda problem: list(Severity).index(problem.severity))
     groups = group_findings((None, problem) for problem in roots)
-    return [_group_json(group, follow.pop(group.code, Counter())) for group in groups]
+    return [_group_json(group, follow.pop(group.code, Counter()), keys or {}) for group in groups]
 
 
-def _group_json(group: Finding, consequences: Counter[str]) -> dict[str, Any]:
+def _group_json(group: Finding, consequences: Counter[str], keys: Mapping[str, str]) -> dict[str, Any]:
     entry = group.entry
     return {
         "code": group.code,
@@ -40,7 +43,7 @@ def _group_json(group: Finding, consequences: Counter[str]) -> dict[str, Any]:
             {
                 "message": item.problem.message,
                 "place": item.place,
-                "tensor": item.problem.where.get("tensor"),
+                "tensor": keys.get(str(item.problem.where.get("tensor"))),
                 "hint": "" if group.hint else item.problem.hint,
                 "expected": _told(item.problem.expected, item.problem),
                 "found": _told(item.problem.found, item.problem),

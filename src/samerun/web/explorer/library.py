@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from samerun.errors import FormatError, Severity
 from samerun.formats.base import Checkpoint
 from samerun.formats.detect import open_checkpoint
 from samerun.verify.structure import InspectReport, inspect_checkpoint
@@ -18,6 +20,7 @@ from samerun.web.explorer.table import Table
 KEPT = 6
 """Checkpoints that stay open."""
 _MAX_FILES = 20_000
+_MAX_PIECES = 200_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,13 +32,36 @@ class Opened:
     stamp: tuple[Any, ...]
 
     @cached_property
+    def keys(self) -> dict[str, str]:
+        """The tensors' keys, by key and by the name that the files have for each."""
+        tensors = self.report.state.tensors
+        return {entry.original: key for key, entry in tensors.items()} | {key: key for key in tensors}
+
+    @cached_property
     def table(self) -> Table:
-        """Its tensors, ready to be searched. Those that a finding of severity error names are marked."""
+        """Its tensors, ready to be searched. Those that something blocking was found about are marked with its code."""
         broken: dict[str, list[str]] = {}
-        for problem in self.report.problems:
-            if problem.severity == "error" and (tensor := problem.where.get("tensor")) is not None:
-                broken.setdefault(str(tensor), []).append(problem.code)
+        blocking = [problem for problem in self.report.problems if problem.severity is Severity.ERROR]
+        for problem in blocking:
+            if (key := self.keys.get(str(problem.where.get("tensor")))) is not None:
+                broken.setdefault(key, []).append(problem.code)
+        if any("file" in problem.where for problem in blocking):
+            for key, code in self._unreadable():
+                broken.setdefault(key, []).append(code)
         return Table.of(self.report.state, broken)
+
+    def _unreadable(self) -> Iterator[tuple[str, str]]:
+        """Yields (key, code) of the tensors with a piece that lies in no file as it should."""
+        left = _MAX_PIECES
+        for key, entry in self.report.state.tensors.items():
+            for piece in range(len(entry.tiling)):
+                if (left := left - 1) < 0:
+                    return
+                try:
+                    self.checkpoint.locate(key, piece)
+                except FormatError as error:
+                    if error.problems[0].code != "SR-USAGE-PIECE":  # a number kept inside an object lies in no file
+                        yield key, error.problems[0].code
 
 
 class Library:

@@ -15,6 +15,8 @@ MAX_CHILDREN = 400
 MAX_TILES = 60
 """Rectangles of a treemap; what is smaller shares one."""
 
+_ROLES = ("param", "master", "ema", "buffer", "optim")
+
 Rectangle = tuple[float, float, float, float]
 """Left, top, width, height."""
 
@@ -73,7 +75,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """All rows, in the checkpoint's order."""
+    """All rows: parameters first, optimizer state last, otherwise in the checkpoint's order."""
 
     rows: tuple[Row, ...]
 
@@ -93,7 +95,7 @@ class Table:
                     pieces=len(entry.tiling),
                     codes=tuple(dict.fromkeys(broken.get(key, ()))),
                 )
-                for key, entry in state.tensors.items()
+                for key, entry in sorted(state.tensors.items(), key=lambda item: _ROLES.index(item[1].key.role))
             )
         )
 
@@ -128,7 +130,7 @@ SORTS = frozenset({*_SORTS, ""})
 
 
 def sort_rows(rows: Sequence[Row], by: str, *, descending: bool) -> list[Row]:
-    """Returns the rows in the order of a column; in the checkpoint's order where `by` is empty."""
+    """Returns the rows in the order of a column; as they are where `by` is empty."""
     if not by:
         return list(reversed(rows)) if descending else list(rows)
     return sorted(rows, key=_SORTS[by], reverse=descending)

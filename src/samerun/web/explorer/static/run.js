@@ -14,7 +14,7 @@ export async function showRun({ place }, signal) {
     replaced(parts.head, headline(known, place));
     replaced(parts.now, known.running && runningJob(known.running));
     replaced(parts.stages, stageList(known, place));
-    replaced(parts.found, known.findings.length > 0 && make("section", { "aria-labelledby": "found" }, make("h2", { id: "found" }, known.verdict ? "Why" : "What was noticed so far"), findingsSection(known.findings)));
+    replaced(parts.found, known.findings.length > 0 && make("section", { "aria-labelledby": "found" }, make("h2", { id: "found" }, ["reject", "abstain"].includes(known.verdict) ? "Why" : "What was noticed"), findingsSection(known.findings)));
   };
   show();
   watch();
@@ -71,7 +71,7 @@ function stageList(run, place) {
   return make("ol", { class: "stages" }, run.stages.map((stage) => make("li", { class: stage.name === "07-judge" && run.verdict ? run.verdict : stage.status },
     make("b", {}, stage.title),
     make("span", { class: "status" }, stage.name === "07-judge" && run.verdict ? verdict(run.verdict) : STATES[stage.status],
-      stage.seconds ? make("span", { class: "time" }, ` ${stage.seconds.toFixed(1)} s`) : null, " ", evidence(stage.evidence, "result"), " ", evidence(stage.log, "log")))));
+      stage.seconds ? make("span", { class: "time" }, ` ${stage.seconds.toFixed(1)} s`) : null, make("span", { class: "records" }, evidence(stage.evidence, "result"), " ", evidence(stage.log, "log"))))));
 }
 
 function runningJob(job) {

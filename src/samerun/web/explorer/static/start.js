@@ -40,7 +40,7 @@ function checkpointTable(places, signal) {
     if (place.kind !== "unreadable") waiting.push([place, row, told]);
   }
   summarise(waiting, signal);
-  return make("div", { class: "scroll" }, make("table", {}, make("caption", {}, "Checkpoints"),
+  return make("div", { class: "scroll" }, make("table", { class: "places" }, make("caption", {}, "Checkpoints"),
     make("thead", {}, make("tr", {}, ["checkpoint", "update", "complete", "can resume", "holds"].map((title) => make("th", { scope: "col" }, title)))), body));
 }
 

@@ -56,15 +56,15 @@ function describe(part, dims) {
 function drawPicture(picture) {
   const { dims: [down, across], extent: [rows, columns] } = picture;
   const shown = parts(picture), holders = [...new Set(picture.pieces.filter((piece) => !piece.trouble).map((piece) => piece.holder))];
-  const hue = (part) => `hue${Math.max(0, holders.indexOf(part.pieces[0]?.holder)) % HUES}`;
+  const hue = (holder) => `hue${Number(/^rank (\d+)$/.exec(holder)?.[1] ?? Math.max(0, holders.indexOf(holder))) % HUES}`;
   const readout = make("output", { class: "readout" }, "Point at a part, or move with the arrow keys.");
   const at = (span, length) => [(100 * span[0]) / length, (100 * (span[1] - span[0])) / length];
   let chosen = -1;
 
   const rectangles = shown.map((part, index) => {
     const [top, height] = at(part.rows, rows || 1), [left, width] = at(part.columns, columns || 1);
-    const classes = { piece: hue(part), unreadable: "unreadable", gap: "gap", overlap: "overlap" }[part.kind];
-    return draw("rect", { class: `part ${classes}`, x: left, y: top, width, height, on: { pointerenter: () => choose(index) } });
+    const classes = { piece: hue(part.pieces[0]?.holder), unreadable: "unreadable", gap: "gap", overlap: "overlap" }[part.kind];
+    return draw("rect", { class: `part ${classes}`, x: `${left}%`, y: `${top}%`, width: `${width}%`, height: `${height}%`, on: { pointerenter: () => choose(index) } });
   });
   function choose(index) {
     rectangles[chosen]?.classList.remove("chosen");
@@ -82,7 +82,7 @@ function drawPicture(picture) {
   const stripes = (id) => draw("pattern", { id, width: 8, height: 8, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, draw("rect", { width: 8, height: 8 }), draw("rect", { class: "stripe", width: 3, height: 8 }));
   const canvas = draw("svg", { class: "parts", tabindex: 0, role: "img", "aria-label": `${summary}. Arrow keys move from part to part` },
     draw("defs", {}, ["lost", "twice"].map(stripes)),
-    draw("svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none", width: "100%", height: "100%" }, rectangles));
+    rectangles);
   canvas.addEventListener("keydown", (event) => {
     const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
     const to = event.key in steps ? chosen + steps[event.key] : { Home: 0, End: shown.length - 1 }[event.key];
@@ -104,8 +104,9 @@ function drawPicture(picture) {
       make("div", { class: "frame", at: { height: `${tall}rem` } }, canvas, labels),
       make("figcaption", { class: "small" }, [axis(down, rows) && `down: ${axis(down, rows)}`, axis(across, columns) && `across: ${axis(across, columns)}`].filter(Boolean).join(" · ")),
       readout),
-    make("p", { class: "legend" }, holders.slice(0, 24).map((holder, index) => make("span", {}, make("i", { class: `swatch hue${index % HUES}` }), holder)),
+    make("p", { class: "legend" }, holders.slice(0, 24).map((holder) => make("span", {}, make("i", { class: `swatch ${hue(holder)}` }), holder)),
       holders.length > 24 && make("span", {}, `and ${holders.length - 24} more`),
+      shown.some((part) => part.kind === "unreadable") && make("span", {}, make("i", { class: "swatch unread" }), "cannot be read"),
       picture.gaps.length > 0 && make("span", {}, make("i", { class: "swatch lost" }), "in no piece"),
       picture.overlaps.length > 0 && make("span", {}, make("i", { class: "swatch twice" }), "in several pieces")),
     pieceTable(picture),

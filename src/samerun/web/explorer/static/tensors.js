@@ -53,7 +53,7 @@ export async function tensorBrowser(place, values, facts, signal) {
     where.replaceChildren(...(state.under ? ["below ", make("code", {}, state.under), " ", make("button", { type: "button", class: "button", on: { click: () => change({ under: "" }) } }, "show all")] : []));
   }
 
-  const turnTo = async (first) => { state.first = Math.max(0, first) || ""; await refresh({ names: false }); table.scrollIntoView({ block: "start" }); };
+  const turnTo = async (first) => { state.first = Math.max(0, first) || ""; await refresh({ names: false }); table.parentElement.scrollTop = 0; };
 
   function sortBy(column) {
     const again = state.sort === column;
@@ -65,7 +65,7 @@ export async function tensorBrowser(place, values, facts, signal) {
   function showTiles({ tiles: parts, nodes }) {
     tiles.replaceChildren(...(nodes.length < 2 ? [] : parts.map(({ prefix, label, bytes, box: [left, top, width, height] }) => {
       const broken = nodes.some((node) => node.prefix === prefix && node.broken);
-      return make("button", { type: "button", class: `tile${broken ? " broken" : ""}`, "aria-disabled": prefix === null && "true",
+      return make("button", { type: "button", class: `tile${broken ? " broken" : ""}${width > 9 && height > 14 ? "" : " tiny"}`, "aria-disabled": prefix === null && "true",
         "aria-label": `${label}, ${size(bytes)}${broken ? ", damaged" : ""}`, title: `${prefix ?? label}: ${size(bytes)}`,
         at: { left: `${left}%`, top: `${top}%`, width: `${width}%`, height: `${height}%` },
         on: { click: () => prefix !== null && change({ under: prefix }, { names: false }).then(mark) } },
@@ -148,5 +148,5 @@ export async function tensorBrowser(place, values, facts, signal) {
     where, tiles,
     make("div", { class: "browser" },
       make("details", { class: "names", open: matchMedia("(min-width: 900px)").matches }, make("summary", {}, "names as a tree"), tree),
-      make("div", {}, make("div", { class: "scroll" }, table), pages)));
+      make("div", {}, make("div", { class: "scroll rows", tabindex: 0, role: "region", "aria-label": "Table of tensors" }, table), pages)));
 }
