@@ -31,6 +31,7 @@ class ExplorerServer:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind((LOOPBACK, port))
+        self._socket.listen()  # from here on a browser waits instead of being refused
         self.port = self._socket.getsockname()[1]
         config = uvicorn.Config(
             make_application(Places(named), self._workers, self.token, self.port),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,10 +94,10 @@ def _edges(low: float, high: float) -> npt.NDArray[np.float64]:
     """Returns the edges of equal bins; of a single value, around it."""
     if low == high:
         margin = abs(low) * 0.5 or 0.5
-        low, high = low - margin, high + margin
-    with np.errstate(over="ignore"):
-        edges = np.linspace(low, high, BINS + 1)
-    return edges if np.isfinite(edges).all() else np.linspace(low / 2, high / 2, BINS + 1) * 2
+        low, high = max(low - margin, -sys.float_info.max), min(high + margin, sys.float_info.max)
+    if math.isfinite(high - low):
+        return np.linspace(low, high, BINS + 1)
+    return np.linspace(low / 2, high / 2, BINS + 1) * 2  # the difference itself is out of range
 
 
 def measure_spread(checkpoint: Checkpoint, key: str, advance: Advance) -> dict[str, Any]:

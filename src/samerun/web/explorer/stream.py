@@ -30,6 +30,8 @@ class Workers:
 
     def __init__(self, threads: int = 2) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="samerun-ui")
+        self.running = 0
+        """Works that were begun and have not ended."""
 
     async def stream(
         self, work: Callable[[Emit], None], explain: Callable[[SamerunError], Event]
@@ -71,12 +73,17 @@ class Workers:
                 if not left.is_set():
                     loop.call_soon_threadsafe(events.put_nowait, None)
 
-        self._pool.submit(run)
+        self.running += 1
         try:
+            self._pool.submit(run).add_done_callback(lambda _: loop.call_soon_threadsafe(self._ended))
+
             while (event := await events.get()) is not None:
                 yield encode(event) + "\n"
         finally:
             left.set()
+
+    def _ended(self) -> None:
+        self.running -= 1
 
     def close(self) -> None:
         """Drops the work that waits; what runs ends at its next event."""

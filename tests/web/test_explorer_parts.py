@@ -1,0 +1,384 @@
+"""What the explorer shows, without its server: pictures, spreads, tables and live runs against plain arithmetic."""
+
+from __future__ import annotations
+
+import doctest
+import fcntl
+import json
+import math
+import shutil
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samerun.core.dtype import DTYPES
+from samerun.core.state import Role, TensorEntry, TensorKey, Tiling
+from samerun.errors import CorruptCheckpoint, UsageError
+from samerun.formats.detect import open_checkpoint
+from samerun.web.explorer import picture, table
+from samerun.web.explorer.findings import explain
+from samerun.web.explorer.live import is_locked, read_live, read_updates
+from samerun.web.explorer.picture import draw_tensor
+from samerun.web.explorer.places import Places
+from samerun.web.explorer.spread import BINS, measure_spread
+from samerun.web.explorer.table import Choice, Row, Table, children, natural, sizes, sort_rows, squarify, treemap
+from support.explorer import WHOLE, write_gap, write_safetensors
+from support.runs import unpack_run
+
+# ------------------------------------------------------------------------------------------------ pictures
+
+
+def entry_of(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> TensorEntry:
+    offsets = np.array([box[0] for box in boxes], np.int64).reshape(len(boxes), len(shape))
+    lengths = np.array([box[1] for box in boxes], np.int64).reshape(len(boxes), len(shape))
+    return TensorEntry(TensorKey(Role.PARAM, "w"), shape, DTYPES["float32"], Tiling(offsets, lengths), "w")
+
+
+def nowhere(piece: int) -> Any:
+    from samerun.errors import Problem
+
+    raise CorruptCheckpoint(Problem("SR-FILE-TRUNCATED", "cut off"))
+
+
+def cells(spots: Any, shape: tuple[int, int]) -> np.ndarray[Any, Any]:
+    found = np.zeros(shape, np.int64)
+    for spot in spots:
+        found[slice(*spot.rows), slice(*spot.columns)] += 1
+    return found
+
+
+@given(st.data())
+def test_gaps_and_overlaps_are_drawn_where_they_are(data: st.DataObject) -> None:
+    shape = data.draw(st.tuples(st.integers(1, 7), st.integers(1, 7)))
+    corner = st.tuples(*(st.integers(0, size - 1) for size in shape))
+    boxes: list[Any] = []
+    for first in data.draw(st.lists(corner, max_size=6)):
+        boxes.append(
+            (first, tuple(data.draw(st.integers(0, size - at)) for at, size in zip(first, shape, strict=True)))
+        )
+    drawn = draw_tensor(entry_of(shape, boxes), nowhere, None, None)
+    count = np.zeros(shape, np.int64)
+    for (row, column), (height, width) in set(boxes):
+        count[row : row + height, column : column + width] += 1
+    assert drawn.exact
+    assert drawn.dims == (0, 1)
+    assert (cells(drawn.gaps, shape) == (count == 0)).all()  # every missing cell in exactly one rectangle
+    assert (cells(drawn.overlaps, shape) == (count > 1)).all()
+
+
+def test_a_vector_is_drawn_across_and_a_scalar_as_one_value() -> None:
+    vector = draw_tensor(entry_of((9,), [((0,), (3,)), ((5,), (4,))]), nowhere, 2, 0)
+    assert vector.dims == (None, 0)
+    assert [(spot.rows, spot.columns) for spot in vector.gaps] == [((0, 1), (3, 5))]
+    scalar = draw_tensor(entry_of((), [((), ())]), nowhere, 0, 0)
+    assert (scalar.dims, scalar.gaps, scalar.extent) == ((None, None), (), (1, 1))
+
+
+def test_a_tensor_is_drawn_along_the_dimensions_that_are_cut() -> None:
+    boxes = [((0, 0, first), (4, 5, 3)) for first in (0, 3)]
+    drawn = draw_tensor(entry_of((4, 5, 6), boxes), nowhere, 0, 0)
+    assert (drawn.dims, drawn.exact, drawn.gaps) == ((0, 2), True, ())
+    cut = [((a, b, c), (2, 2, 2)) for a in (0, 2) for b in (0, 2) for c in (0, 2)]
+    deep = draw_tensor(entry_of((4, 4, 4), cut[:-1]), nowhere, 8, 0)
+    assert (deep.exact, deep.gaps) == (False, ())  # three cut dimensions: counted, not drawn
+
+
+def test_holders_are_read_from_file_names_and_trouble_is_kept() -> None:
+    assert doctest.testmod(picture).failed == 0
+    assert picture.holder_of("zero_pp_rank_2_mp_rank_00_model_states.pt") == "dp 2, mp 0"
+    assert picture.holder_of("model_rank1.pt") == "rank 1"
+    drawn = draw_tensor(entry_of((2,), [((0,), (2,))]), nowhere, 0, 0)
+    assert [piece.trouble for piece in drawn.pieces] == ["cut off"]
+
+
+def test_every_rank_of_a_real_checkpoint_is_where_its_file_says() -> None:
+    checkpoint = open_checkpoint(WHOLE)
+    entry = checkpoint.state.tensors["param:1.bias"]  # 9 values on 4 ranks: 3, 3, 3 and none
+    drawn = draw_tensor(entry, lambda piece: checkpoint.locate("param:1.bias", piece), 0, 0)
+    held = {piece.holder: spot.columns for piece, spot in zip(drawn.pieces, drawn.spots, strict=True)}
+    assert held == {"rank 0": (0, 3), "rank 1": (3, 6), "rank 2": (6, 9), "rank 3": (9, 9)}
+    assert all(piece.file == f"__{number}_0.distcp" for number, piece in enumerate(drawn.pieces))
+
+
+# ------------------------------------------------------------------------------------------------ spreads
+
+
+def test_the_spread_is_numpys(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(997, 31, generator=generator, dtype=torch.float32) * 3 + 1
+    found = spread_of(tmp_path, values)
+    exact = values.numpy().astype(np.float64).reshape(-1)
+    gap = exact - exact.mean()
+    for name, wanted in {
+        "min": exact.min(),
+        "max": exact.max(),
+        "mean": exact.mean(),
+        "std": exact.std(),
+        "rms": math.sqrt((exact**2).mean()),
+        "norm": np.linalg.norm(exact),
+        "skewness": (gap**3).mean() / exact.std() ** 3,
+        "kurtosis": (gap**4).mean() / exact.std() ** 4,
+        "smallest": np.abs(exact).min(),
+    }.items():
+        assert found[name] == pytest.approx(wanted, rel=1e-9), name
+    assert found["linear"]["counts"] == np.histogram(exact, BINS)[0].tolist()
+    assert sum(found["decades"]["counts"]) == exact.size
+    assert (found["seen"], found["elements"], found["problems"]) == (exact.size, exact.size, [])
+
+
+def spread_of(folder: Path, values: Any) -> dict[str, Any]:
+    checkpoint = open_checkpoint(write_safetensors(folder / "m.safetensors", {"param:w": values}))
+    return measure_spread(checkpoint, "param:w", lambda done, total: None)
+
+
+def test_what_is_not_finite_is_counted_apart(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    values = torch.tensor([1.5, math.nan, math.inf, -math.inf, 0.0, -2.0], dtype=torch.bfloat16)
+    found = spread_of(tmp_path, values)
+    assert [found[name] for name in ("nan", "positive_infinite", "negative_infinite", "zeros", "negative")] == [1] * 5
+    assert (found["finite"], found["min"], found["max"]) == (3, -2.0, 1.5)
+    assert sum(found["linear"]["counts"]) == 3
+    nothing = spread_of(tmp_path, torch.full((4,), math.nan))
+    assert (nothing["finite"], nothing["mean"], nothing["linear"], nothing["decades"]) == (0, None, None, None)
+
+
+@pytest.mark.parametrize("values", [[3.0, 3.0], [0.0], [1e308, -1e308], [True, False], [5, -7]])
+def test_odd_values_have_a_spread_too(tmp_path: Path, values: list[Any]) -> None:
+    torch = pytest.importorskip("torch")
+    wide = torch.float64 if isinstance(values[0], float) else None
+    found = spread_of(tmp_path, torch.tensor(values, dtype=wide))
+    assert sum(found["linear"]["counts"]) == len(values)
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_only_what_can_be_read_is_counted(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_gap(tmp_path / "gap"))
+    found = measure_spread(checkpoint, "param:0.weight", lambda done, total: None)
+    assert (found["elements"], found["seen"]) == (606, 606 - 26 * 6)
+    cut = shutil.copytree(WHOLE, tmp_path / "cut")
+    with (cut / "__2_0.distcp").open("r+b") as file:
+        file.truncate(100)
+    found = measure_spread(open_checkpoint(cut), "param:0.weight", lambda done, total: None)
+    assert found["seen"] == 606 - 26 * 6
+    assert [item["code"] for item in found["problems"]] == ["SR-FILE-TRUNCATED"]
+
+
+def test_memory_stays_bounded_and_reading_can_be_ended(tmp_path: Path) -> None:
+    count = 24 << 20
+    header = {"param:w": {"dtype": "BF16", "shape": [count // 64, 64], "data_offsets": [0, 2 * count]}}
+    text = json.dumps(header).encode()
+    path = tmp_path / "m.safetensors"
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + 2 * count)
+    checkpoint = open_checkpoint(path)
+    told: list[int] = []
+
+    def advance(done: int, total: int) -> None:
+        told.append(done)
+        if len(told) == 6:
+            raise KeyboardInterrupt
+
+    tracemalloc.start()
+    with pytest.raises(KeyboardInterrupt):
+        measure_spread(checkpoint, "param:w", advance)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert told[-1] < 2 * 2 * count
+    assert peak < count * 2  # a fourth of what the tensor is as float64 would not pass
+    assert np.dtype(ml_dtypes.bfloat16).itemsize == 2
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+def rows(*names: str, part: str = "param", num_bytes: int = 8) -> list[Row]:
+    return [Row(f"{part}:{name}", part, name, (2,), "float32", 2, num_bytes, 1) for name in names]
+
+
+def test_numbers_in_names_sort_by_value_and_chains_are_one_node() -> None:
+    assert doctest.testmod(table).failed == 0
+    found = children(rows("model.layers.10.w", "model.layers.9.w", "model.layers.9.b", "model.head"), "model")
+    assert [(node.label, node.tensors, node.leaf) for node in found] == [("head", 1, True), ("layers", 3, False)]
+    below = children(rows("model.layers.10.w", "model.layers.9.w", "model.layers.9.b"), "")
+    assert [node.prefix for node in below] == ["model.layers"]
+    assert [node.label for node in children(rows("m.l.10.w", "m.l.9.w", "m.l.9.b"), "m.l")] == ["9", "10.w"]
+    assert children(rows("w"), "w") == []
+
+
+def test_the_tree_loses_no_tensor() -> None:
+    state = open_checkpoint(WHOLE).state
+    every = Table.of(state, {}).rows
+    assert len(every) == len(state.tensors)
+    assert every[0].part == "param"
+
+    def leaves(under: str) -> int:
+        chosen = Table(every).choose(Choice(under=under))
+        own = sum(1 for row in chosen if row.name == under)
+        return own + sum(leaves(node.prefix) for node in children(chosen, under))
+
+    assert leaves("") == len(every)
+    assert sum(row["tensors"] for row in sizes(every, "part")) == len(every)
+    assert sum(row["bytes"] for row in sizes(every, "dtype")) == sum(row.num_bytes for row in every)
+
+
+def test_a_choice_narrows_by_every_part_of_it() -> None:
+    every = Table(tuple(rows("a.w", "a.b", "ab.w") + rows("a.w", part="optim.step")))
+    assert [row.key for row in every.choose(Choice(under="a", part="param"))] == ["param:a.w", "param:a.b"]
+    assert [row.key for row in every.choose(Choice(find="STEP a.w"))] == ["optim.step:a.w"]
+    assert every.choose(Choice(broken=True)) == []
+    assert [row.name for row in sort_rows(every.rows[:3], "name", descending=True)] == ["ab.w", "a.w", "a.b"]
+    assert natural("a2") < natural("a10")
+
+
+@given(st.lists(st.integers(1, 10**12), min_size=1, max_size=40))
+def test_a_treemap_gives_each_its_share_and_overlaps_nothing(amounts: list[int]) -> None:
+    ordered = sorted(amounts, reverse=True)
+    boxes = squarify(ordered)
+    for amount, (left, top, width, height) in zip(ordered, boxes, strict=True):
+        assert width * height == pytest.approx(10_000 * amount / sum(ordered), rel=0.05, abs=0.5)
+        assert left >= -1e-6
+        assert top >= -1e-6
+        assert left + width <= 100.01
+        assert top + height <= 100.01
+    for at, one in enumerate(boxes):
+        for other in boxes[at + 1 :]:
+            across = min(one[0] + one[2], other[0] + other[2]) - max(one[0], other[0])
+            down = min(one[1] + one[3], other[1] + other[3]) - max(one[1], other[1])
+            assert min(across, down) < 0.01
+
+
+def test_many_small_nodes_share_a_tile() -> None:
+    nodes = children(rows(*(f"n{i}" for i in range(100))), "")
+    tiles = treemap(nodes)
+    assert len(tiles) == table.MAX_TILES + 1
+    assert [size for node, size, _ in tiles if node is None] == [40 * 8]
+
+
+# ------------------------------------------------------------------------------------------------ live runs
+
+
+@pytest.fixture
+def half_done(tmp_path: Path) -> Path:
+    """The golden run as it was in the middle of its last job."""
+    root = unpack_run("promote", tmp_path)
+    for name in ("stages/06-window/result.json", "stages/07-judge", "verdict.json"):
+        path = root / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    state = json.loads((root / "state.json").read_text())
+    state["job"] = {"stage": "06-window", "token": "x"}
+    (root / "state.json").write_text(json.dumps(state))
+    trace = root / "stages/06-window/trace/rank-00000.jsonl"
+    lines = trace.read_bytes().split(b"\n")
+    updates = [number for number, line in enumerate(lines) if b'"kind": "update"' in line]
+    trace.write_bytes(b"\n".join(lines[: updates[7]]) + b"\n" + lines[updates[7]][:40])  # seven, and a part of one
+    return root
+
+
+def test_a_running_migration_is_followed(half_done: Path) -> None:
+    with (half_done / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert is_locked(half_done / "lock")
+        found = read_live(half_done)
+    job = found["running"]
+    assert (job["stage"], job["updates"], job["expected"], job["job"]) == ("06-window", 7, 20, True)
+    assert job["last"]["update"] == 19
+    assert math.isfinite(job["last"]["loss"])
+    assert [line["style"] for line in job["chart"]["lines"]] == ["control", "candidate"]
+    assert job["log"]
+    states = {stage["name"]: stage["status"] for stage in found["stages"]}
+    assert states["05-update"] == "pass"
+    assert states["06-window"] == "running"
+    assert states["07-judge"] == "waiting"
+    assert found["verdict"] is None
+
+
+def test_a_killed_run_is_not_shown_as_running(half_done: Path) -> None:
+    (half_done / "lock").touch()
+    found = read_live(half_done)
+    assert found["running"] is None
+    assert found["busy"] is False
+    assert {stage["name"]: stage["status"] for stage in found["stages"]}["06-window"] == "interrupted"
+
+
+@pytest.mark.parametrize("name", ["promote", "reject"])
+def test_a_finished_run_shows_its_verdict_and_reasons(tmp_path: Path, name: str) -> None:
+    root = unpack_run(name, tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    found = read_live(root)
+    assert found["verdict"] == name
+    verdict = json.loads((root / "verdict.json").read_text())
+    told = {group["code"] for group in found["findings"]}
+    assert told == {item["code"] for item in (*verdict["reasons"], *verdict["remarks"])}
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+
+
+def test_what_is_no_run_is_refused_and_a_damaged_state_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        read_live(tmp_path)
+    assert refused.value.problems[0].code == "SR-RUN-DIRECTORY"
+    root = unpack_run("promote", tmp_path)
+    (root / "state.json").write_text("{")
+    with pytest.raises(UsageError) as garbled:
+        read_live(root)
+    assert garbled.value.problems[0].code == "SR-RUN-GARBLED"
+    assert list(read_updates(root / "nothing")) == []
+
+
+# ------------------------------------------------------------------------------------------------ places, findings
+
+
+def test_everything_inside_a_folder_is_found_and_links_out_of_it_are_not(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "all", tmp_path / "outside"
+    folder.mkdir()
+    shutil.copytree(WHOLE, outside)
+    shutil.copytree(WHOLE, folder / "step-9")
+    shutil.copytree(WHOLE, folder / "step-10")
+    unpack_run("promote", folder)
+    (folder / "link").symlink_to(outside)
+    unfinished = folder / "step-11"
+    shutil.copytree(WHOLE, unfinished)
+    (unfinished / ".metadata").unlink()
+    found = Places([folder]).find()
+    assert [(place.name, place.kind) for place in found] == [
+        ("0/promote", "run"),
+        ("0/step-9", "checkpoint"),
+        ("0/step-10", "checkpoint"),
+        ("0/step-11", "unreadable"),
+    ]
+    assert "the save never finished" in found[-1].about
+    assert found[1].about.startswith("dcp: ")
+    places = Places([folder, WHOLE])
+    assert places.resolve("1") == WHOLE
+    for name in ("0/link", "0/../outside", "0/step-9/../../outside", "2", "", "x", "0//etc", "0/a\0b", "1/.."):
+        with pytest.raises(UsageError) as refused:
+            places.resolve(name)
+        assert refused.value.problems[0].code == "SR-UI-OUTSIDE", name
+    with pytest.raises(UsageError) as missing:
+        places.resolve("0/step-12")
+    assert missing.value.problems[0].code == "SR-PATH-NONE"
+
+
+def test_findings_that_follow_are_counted_under_their_cause() -> None:
+    from samerun.errors import Problem, Severity
+
+    cause = Problem("SR-FILE-MISSING", "gone", where={"tensor": "raw"})
+    found = explain(
+        [
+            Problem("SR-TO-UNEVEN", "uneven", Severity.NOTE),
+            Problem("SR-COV-GAP", "hole", follows_from="SR-FILE-MISSING"),
+            cause,
+        ],
+        {"raw": "param:w"},
+    )
+    assert [group["code"] for group in found] == ["SR-FILE-MISSING", "SR-TO-UNEVEN"]
+    assert found[0]["consequences"] == {"SR-COV-GAP": 1}
+    assert found[0]["instances"][0]["tensor"] == "param:w"
+    assert found[1]["instances"][0]["tensor"] is None
