@@ -54,7 +54,8 @@ class _Range:
             return
         self.negative += int(np.count_nonzero(values < 0))
         self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
-        self.total += float(values.sum())
+        with np.errstate(all="ignore"):
+            self.total += float(values.sum())
         sizes = np.abs(values[values != 0])
         self.zeros += values.size - sizes.size
         if sizes.size:
@@ -76,7 +77,7 @@ class _Counts:
 
     def look(self, window: Array) -> None:
         values = window[np.isfinite(window)]
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             gap = values - self.mean
             for place, power in enumerate((2, 3, 4)):
                 self.sums[place] += float((gap**power).sum())
