@@ -369,16 +369,16 @@ def test_everything_inside_a_folder_is_found_and_links_out_of_it_are_not(tmp_pat
 def test_findings_that_follow_are_counted_under_their_cause() -> None:
     from samerun.errors import Problem, Severity
 
-    cause = Problem("SR-FILE-MISSING", "gone", where={"tensor": "raw"})
+    cause = Problem("SR-UI-EXTRA", "gone", where={"tensor": "raw"})
     found = explain(
         [
-            Problem("SR-TO-UNEVEN", "uneven", Severity.NOTE),
-            Problem("SR-COV-GAP", "hole", follows_from="SR-FILE-MISSING"),
+            Problem("SR-UI-OUTSIDE", "outside", Severity.NOTE),
+            Problem("SR-COV-GAP", "hole", follows_from="SR-UI-EXTRA"),
             cause,
         ],
         {"raw": "param:w"},
     )
-    assert [group["code"] for group in found] == ["SR-FILE-MISSING", "SR-TO-UNEVEN"]
+    assert [group["code"] for group in found] == ["SR-UI-EXTRA", "SR-UI-OUTSIDE"]
     assert found[0]["consequences"] == {"SR-COV-GAP": 1}
     assert found[0]["instances"][0]["tensor"] == "param:w"
     assert found[1]["instances"][0]["tensor"] is None

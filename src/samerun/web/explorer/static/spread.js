@@ -35,7 +35,7 @@ function show(values) {
   const notFinite = values.nan + values.positive_infinite + values.negative_infinite;
   const incomplete = values.seen !== values.elements;
   const rows = [
-    ["smallest, largest", `${number(values.min, 6)} , ${number(values.max, 6)}`], ["mean", number(values.mean, 6)], ["standard deviation", number(values.std, 6)],
+    ["smallest, largest", `${number(values.min, 6)}, ${number(values.max, 6)}`], ["mean", number(values.mean, 6)], ["standard deviation", number(values.std, 6)],
     ["root mean square", number(values.rms, 6)], ["norm", number(values.norm, 6)], ["skewness", number(values.skewness)], ["kurtosis", number(values.kurtosis)],
     ["smallest magnitude but zero", number(values.smallest)], ["zeros", count(values.zeros)], ["negative", count(values.negative)],
     ["not finite", notFinite ? `${count(values.nan)} not a number, ${count(values.positive_infinite)} ∞, ${count(values.negative_infinite)} −∞` : "0"],
