@@ -110,7 +110,7 @@ def test_the_token_is_long_and_new_each_time() -> None:
 
 @pytest.mark.parametrize("path", API)
 @pytest.mark.parametrize(
-    "host", ["elsewhere.example:{port}", "127.0.0.1", "127.0.0.1:1", "localhost.:{port}", "[::1]:{port}"]
+    "host", ["elsewhere.example:{port}", "127.0.0.1", "127.0.0.1:x", "localhost.:{port}", "[::1]:{port}"]
 )
 def test_another_name_for_this_machine_is_refused(server: ExplorerServer, path: str, host: str) -> None:
     response, _ = ask(server, path, headers={"Host": host.format(port=server.port)})
@@ -118,7 +118,38 @@ def test_another_name_for_this_machine_is_refused(server: ExplorerServer, path: 
 
 
 def test_localhost_is_this_machine(server: ExplorerServer) -> None:
-    assert ask(server, "/", headers={"Host": f"localhost:{server.port}"})[0].status == 200
+    for host in (f"localhost:{server.port}", "127.0.0.1:9000", "localhost:80"):  # also at the other end of a tunnel
+        assert ask(server, "/", headers={"Host": host})[0].status == 200
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["GET x HTTP/1.1", "GET * HTTP/1.1", "GET http://127.0.0.1/ HTTP/1.1", "GET // HTTP/1.1", "OPTIONS * HTTP/1.1"],
+)
+def test_odd_requests_are_refused_too(server: ExplorerServer, line: str) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(f"{line}\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\n\r\n".encode())
+        first = connection.makefile("rb").readline()
+    assert re.match(rb"HTTP/1\.1 40[035]", first), first
+
+
+def test_two_host_lines_are_refused(server: ExplorerServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        two = f"Host: 127.0.0.1:{server.port}\r\nHost: elsewhere.example\r\n"
+        connection.sendall(f"GET /{server.token}/ HTTP/1.1\r\n{two}Connection: close\r\n\r\n".encode())
+        first = connection.makefile("rb").readline()
+    assert re.match(rb"HTTP/1\.1 40[03]", first), first
+
+
+def test_a_checkpoint_at_an_address_is_shown() -> None:
+    pytest.importorskip("fsspec")
+    address = WHOLE.resolve().as_uri()
+    with serving([address]) as here:
+        assert answer(here, "start")["places"][0]["name"] == "0"
+        assert answer(here, "checkpoint", place="0")["counts"]["tensors"] == 20
+        assert events(here, "values", place="0", key="param:1.bias")[-1]["seen"] == 9
+        response, body = ask(here, "/api/checkpoint?place=0/..")
+        assert (response.status, codes(body)) == (403, {"SR-UI-OUTSIDE"})
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])

@@ -44,8 +44,8 @@ class Answers:
             place["state"] = _run_state(Path(place["path"])) if place["kind"] == "run" else None
         return {"version": __version__, "named": self.places.named, "places": places}
 
-    def _open(self, query: Query, name: str = "place") -> Opened:
-        return self.library.open(self.places.resolve(query.get(name, "")))
+    def _open(self, query: Query, name: str = "place", *, look_again: bool = True) -> Opened:
+        return self.library.open(self.places.resolve(query.get(name, "")), look_again=look_again)
 
     def checkpoint(self, query: Query) -> dict[str, Any]:
         """Returns what inspecting `place` found, without its tensors."""
@@ -64,7 +64,7 @@ class Answers:
 
     def tensors(self, query: Query) -> dict[str, Any]:
         """Returns a page of the tensors that `find`, `part`, `dtype`, `under`, `broken` choose, sorted by `sort`."""
-        opened = self._open(query)
+        opened = self._open(query, look_again=False)
         by = query.get("sort", "")
         if by not in SORTS:
             raise UsageError(Problem("SR-USAGE-OPTION", f"tensors are not sorted by {by!r}", expected=sorted(SORTS)))
@@ -75,7 +75,7 @@ class Answers:
 
     def tree(self, query: Query) -> dict[str, Any]:
         """Returns the nodes right below `under`, and their sizes as rectangles."""
-        opened, choice = self._open(query), _choice(query)
+        opened, choice = self._open(query, look_again=False), _choice(query)
         nodes = children(opened.table.choose(choice), choice.under)
         tiles = [
             {

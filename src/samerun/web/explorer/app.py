@@ -33,8 +33,8 @@ _REPORT_POLICY = "connect-src 'none'; base-uri 'none'; form-action 'none'; frame
 """Beside the report's own policy, which names its only script by hash and forbids every fetch."""
 
 
-def make_application(places: Places, workers: Workers, token: str, port: int) -> ASGIApp:
-    """Returns the guarded application for a server that listens at `port` of the loopback interface."""
+def make_application(places: Places, workers: Workers, token: str) -> ASGIApp:
+    """Returns the guarded application, for a server that listens on the loopback interface."""
     answers = Answers(places)
     told = (answers.start, answers.checkpoint, answers.tensors, answers.tree, answers.tensor, answers.run)
     works = (answers.values, answers.diff, answers.deep)
@@ -45,8 +45,7 @@ def make_application(places: Places, workers: Workers, token: str, port: int) ->
         *(Route(f"/api/{answer.__name__}", _json(answer)) for answer in told),
         *(Route(f"/stream/{work.__name__}", _stream(work, workers)) for work in works),
     ]
-    hosts = frozenset(f"{name}:{port}" for name in (LOOPBACK, "localhost"))
-    return Guard(Starlette(routes=routes), token, hosts)
+    return Guard(Starlette(routes=routes), token, frozenset({LOOPBACK, "localhost"}))
 
 
 def _json(answer: Callable[[Query], dict[str, Any]]) -> Callable[[Request], Any]:

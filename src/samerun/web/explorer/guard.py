@@ -31,11 +31,14 @@ _HEADERS = {
 class Guard:
     """Refuses what is not allowed before the application sees it. An ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, token: str, hosts: frozenset[str]) -> None:
-        """Takes the application, the token, and the values of `Host` (name and port) that this server answers to."""
+    def __init__(self, app: ASGIApp, token: str, names: frozenset[str]) -> None:
+        """Takes the application, the token, and the names in `Host` that this server answers to, at any port.
+
+        A tunnel from another machine may end at another port there.
+        """
         self.app = app
         self.token = token.encode()
-        self.hosts = hosts
+        self.names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -64,11 +67,12 @@ class Guard:
     def _refusal(self, scope: Scope) -> PlainTextResponse | None:
         headers = Headers(scope=scope)
         # Another name for this machine in Host means that a page elsewhere has its own name point here.
-        if headers.get("host", "") not in self.hosts or len(headers.getlist("host")) != 1:
+        name, colon, port = headers.get("host", "").rpartition(":")
+        if name not in self.names or not colon or not port.isdigit() or len(headers.getlist("host")) != 1:
             return PlainTextResponse("this server answers to this machine's own name only\n", 403)
         if scope.get("method") not in ("GET", "HEAD"):
             return PlainTextResponse("this server only reads: GET\n", 405, {"Allow": "GET, HEAD"})
-        given = scope["path"].split("/")[1].encode("utf-8", "surrogatepass")
+        given = f"{scope['path']}/".split("/")[1].encode("utf-8", "surrogatepass")
         if not compare_digest(given, self.token):
             return PlainTextResponse("open the address that `samerun ui` printed: it holds the token\n", 403)
         return None

@@ -72,8 +72,10 @@ class Library:
         self._locks: dict[str, threading.Lock] = {}
         self._own = threading.Lock()
 
-    def open(self, path: Path | str) -> Opened:
+    def open(self, path: Path | str, *, look_again: bool = True) -> Opened:
         """Returns the checkpoint at a path, inspected; again if its files have changed since.
+
+        `look_again` says whether to look for changes, which costs a look at every file.
 
         Raises:
             UsageError: if nothing is there, or several checkpoints are.
@@ -83,8 +85,8 @@ class Library:
         with self._own:
             lock = self._locks.setdefault(name, threading.Lock())
         with lock:
-            stamp = _stamp(path)
             known = self._opened.get(name)
+            stamp = _stamp(path) if known is None or look_again else known.stamp
             if known is None or known.stamp != stamp:
                 checkpoint = open_checkpoint(path)
                 known = Opened(checkpoint, inspect_checkpoint(checkpoint), stamp)

@@ -34,7 +34,7 @@ class ExplorerServer:
         self._socket.listen()  # from here on a browser waits instead of being refused
         self.port = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            make_application(Places(named), self._workers, self.token, self.port),
+            make_application(Places(named), self._workers, self.token),
             log_level="warning",
             access_log=False,
             server_header=False,
