@@ -23,13 +23,13 @@ from samerun.errors import CorruptCheckpoint, UsageError
 from samerun.formats.detect import open_checkpoint
 from samerun.web.explorer import picture, table
 from samerun.web.explorer.findings import explain
-from samerun.web.explorer.live import is_locked, read_live, read_updates
+from samerun.web.explorer.live import TRACE_BYTES, is_locked, read_live, read_updates
 from samerun.web.explorer.picture import draw_tensor
 from samerun.web.explorer.places import Places
 from samerun.web.explorer.spread import BINS, measure_spread
 from samerun.web.explorer.table import Choice, Row, Table, children, natural, sizes, sort_rows, squarify, treemap
 from support.explorer import WHOLE, write_gap, write_safetensors
-from support.runs import unpack_run
+from support.runs import enlarge_run, unpack_run
 
 # ------------------------------------------------------------------------------------------------ pictures
 
@@ -298,6 +298,19 @@ def test_a_running_migration_is_followed(half_done: Path) -> None:
     assert states["06-window"] == "running"
     assert states["07-judge"] == "waiting"
     assert found["verdict"] is None
+
+
+def test_of_a_long_trace_the_end_is_read(tmp_path: Path) -> None:
+    root = enlarge_run(unpack_run("promote", tmp_path), num_updates=3000, num_tensors=5)
+    for name in ("stages/06-window/result.json", "stages/07-judge/result.json", "verdict.json"):
+        (root / name).unlink()
+    with (root / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        job = read_live(root)["running"]
+    trace = root / "stages/06-window/trace/rank-00000.jsonl"
+    assert trace.stat().st_size > TRACE_BYTES
+    assert (job["updates"], job["last"]["update"]) == (3000, 3012)
+    assert len(list(read_updates(trace))) < 3000
 
 
 def test_a_killed_run_is_not_shown_as_running(half_done: Path) -> None:

@@ -109,7 +109,7 @@ def _job(place: RunDirectory, stage: str, state: Mapping[str, Any]) -> dict[str,
     return {
         "stage": stage,
         "part": "" if folder == place.stage(stage) else folder.name,
-        "updates": len(updates),
+        "updates": _num_done(updates, plan.get("first_update")),
         "expected": expected if isinstance(expected, int) else None,
         "last": updates[-1] if updates else None,
         "silent_seconds": None if last is None else max(0.0, round(time.time() - last, 1)),
@@ -117,6 +117,13 @@ def _job(place: RunDirectory, stage: str, state: Mapping[str, Any]) -> dict[str,
         "chart": draw_losses(updates, control),
         "job": bool(state.get("job")),
     }
+
+
+def _num_done(updates: list[dict[str, Any]], first: Any) -> int:
+    """Returns how many updates were made. Of a long trace only the end was read, so it is the index that counts."""
+    if not updates:
+        return 0
+    return updates[-1]["update"] - (first if isinstance(first, int) else updates[0]["update"]) + 1
 
 
 def _newest_job(folder: Path) -> Path:

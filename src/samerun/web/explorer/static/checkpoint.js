@@ -11,6 +11,9 @@ const SENTENCES = {
   no: "A run cannot go on from here as the same run.",
 };
 
+// What one looks for in a parameter group, before everything else that it has.
+const LOOKED_FOR = ["lr", "initial_lr", "weight_decay", "betas", "momentum", "eps"];
+
 export async function showCheckpoint(values, signal) {
   const { place } = values;
   const facts = await ask("checkpoint", { place }, signal);
@@ -85,7 +88,8 @@ function deepCheck(place, facts, found, signal) {
 
 function settings(facts) {
   if (!facts.groups.length) return null;
-  const names = [...new Set(facts.groups.flatMap((group) => Object.keys(group.hyperparameters)))];
+  const found = new Set(facts.groups.flatMap((group) => Object.keys(group.hyperparameters)));
+  const names = [...new Set([...LOOKED_FOR.filter((key) => found.has(key)), ...found])];
   return make("section", { "aria-labelledby": "groups" }, make("h2", { id: "groups" }, "Parameter groups"),
     make("div", { class: "scroll" }, make("table", {},
       make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "group"), make("th", { scope: "col", class: "num" }, "parameters"), names.map((key) => make("th", { scope: "col" }, key)))),

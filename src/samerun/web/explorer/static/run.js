@@ -89,7 +89,7 @@ function runningJob(job) {
 function lossChart(chart) {
   const paths = chart.lines.flatMap((line) => [draw("path", { class: `line ${line.style}`, d: line.path }), line.dots && draw("path", { class: `dots ${line.style}`, d: line.dots })]);
   const grid = chart.ticks.map((tick) => `M0 ${tick.percent}H1000`).join("");
-  const words = chart.lines.map((line) => line.label).join(" over ");
+  const words = chart.lines.map((line) => line.label).reverse().join(" over ");
   return make("figure", { class: "chart" }, make("div", { class: "ptitle" }, `loss: ${words}`),
     make("div", { class: "panel" }, make("div", { class: "yaxis", "aria-hidden": "true" }, chart.ticks.map((tick) => make("span", { at: { top: `${tick.percent}%` } }, tick.label))),
       make("div", { class: "canvas" }, draw("svg", { viewBox: "0 0 1000 100", preserveAspectRatio: "none", role: "img", "aria-label": `Loss, ${words}, updates ${chart.first} to ${chart.last}` }, draw("path", { class: "grid", d: grid }), paths))),
