@@ -14,7 +14,7 @@ from samerun.stores.remote import is_url
 
 MAX_FOLDERS = 2_000
 """Folders that are searched for run directories below each named path."""
-_DEPTH = 2
+_RUN_DEPTH = 3  # a demo or a move keeps its run directory that far down
 
 Kind = Literal["checkpoint", "run", "unreadable"]
 
@@ -112,7 +112,7 @@ def is_run(path: Path) -> bool:
     return (path / "manifest.yaml").is_file() and (path / "stages").is_dir()
 
 
-def _folders(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
+def _folders(root: Path, depth: int = _RUN_DEPTH) -> Iterator[Path]:
     """Yields the folders below `root`, links not followed, those of runs not entered."""
     level, seen = [root], 0
     for _ in range(depth):

@@ -70,8 +70,23 @@ export class Refused extends Error {
   }
 }
 
+// The server does not answer any more.
+export class Gone extends Error {
+  constructor() {
+    super("The explorer's server does not answer any more. Start samerun ui again, and open the address that it prints.");
+  }
+}
+
+async function request(where, signal) {
+  try {
+    return await fetch(where, { signal });
+  } catch (error) {
+    throw error instanceof TypeError ? new Gone() : error; // TypeError is how fetch says that nobody answers
+  }
+}
+
 export async function ask(what, values, signal) {
-  const response = await fetch(`api/${what}?${written(values)}`, { signal });
+  const response = await request(`api/${what}?${written(values)}`, signal);
   if (response.ok) return response.json();
   if (response.headers.get("Content-Type")?.startsWith("application/json")) throw new Refused((await response.json()).findings);
   throw new Error(await response.text());
@@ -79,7 +94,7 @@ export async function ask(what, values, signal) {
 
 // Long work, event by event. Aborting the signal ends it on the server too. Returns the last event.
 export async function follow(what, values, signal, told) {
-  const response = await fetch(`stream/${what}?${written(values)}`, { signal });
+  const response = await request(`stream/${what}?${written(values)}`, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "", last = null;
   for (;;) {

@@ -1,5 +1,5 @@
 // Which view is shown: the part of the address behind `#`. Leaving a view ends whatever it still waits for.
-import { link, make, Refused, say } from "./dom.js";
+import { Gone, link, make, Refused, say } from "./dom.js";
 import { findingCards } from "./findings.js";
 import { showStart } from "./start.js";
 import { showCheckpoint } from "./checkpoint.js";
@@ -12,11 +12,9 @@ const content = document.getElementById("content"), crumbs = document.getElement
 let leaving = new AbortController();
 let first = true;
 
-export function failure(error) {
+function failure(error) {
   if (error instanceof Refused) return make("section", {}, make("h1", { tabindex: -1 }, "This cannot be shown"), findingCards(error.findings, { open: true }));
-  const gone = error instanceof TypeError;
-  return make("section", {}, make("h1", { tabindex: -1 }, gone ? "The explorer has ended" : "This cannot be shown"),
-    make("p", {}, gone ? "Its server does not answer any more. Start samerun ui again, and open the address that it prints." : error.message));
+  return make("section", {}, make("h1", { tabindex: -1 }, error instanceof Gone ? "The explorer has ended" : "This cannot be shown"), make("p", {}, error.message));
 }
 
 async function show() {

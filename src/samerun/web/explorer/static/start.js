@@ -12,7 +12,7 @@ export async function showStart(values, signal) {
     make("p", { class: "lead" }, "In ", named.map((path, index) => [index ? ", " : "", make("code", {}, path)]), ". Everything is only read."),
     runs.length > 0 && runTable(runs),
     checkpoints.length > 0 && checkpointTable(checkpoints, signal),
-    !places.length && make("p", {}, "No checkpoint and no run directory, here or two levels below."));
+    !places.length && make("p", {}, "No checkpoint and no run directory was found in it."));
   return { shown, trail: [["", {}, "start"]] };
 }
 
