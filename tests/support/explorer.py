@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
-from samerun.web.explorer.server import ExplorerServer
+import pytest
+
+if TYPE_CHECKING:
+    from samerun.web.explorer.server import ExplorerServer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 WHOLE = GOLDEN / "docs" / "step-400"
@@ -18,7 +23,10 @@ HOSTILE = "</script><img src=x onerror=alert(1)><b onmouseover='alert(2)'>\u202e
 
 @contextmanager
 def serving(named: Sequence[str | Path]) -> Iterator[ExplorerServer]:
-    """Serves the paths from a thread of this process."""
+    """Serves the paths from a thread of this process. Skips the test where the web framework is not installed."""
+    pytest.importorskip("uvicorn")
+    from samerun.web.explorer.server import ExplorerServer
+
     server = ExplorerServer(named)
     thread = server.start_in_thread()
     try:
@@ -44,6 +52,22 @@ def ask(
         return response, response.read()
     finally:
         connection.close()
+
+
+def answer(server: ExplorerServer, name: str, **values: Any) -> dict[str, Any]:
+    response, body = ask(server, f"/api/{name}?{urlencode(values)}")
+    assert response.status == 200, body
+    return json.loads(body)
+
+
+def events(server: ExplorerServer, name: str, **values: Any) -> list[dict[str, Any]]:
+    response, body = ask(server, f"/stream/{name}?{urlencode(values)}")
+    assert response.status == 200, body
+    return [json.loads(line) for line in body.splitlines()]
+
+
+def codes(body: bytes) -> set[str]:
+    return {group["code"] for group in json.loads(body)["findings"]}
 
 
 def write_gap(folder: Path) -> Path:
