@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samerun.errors import UsageError
@@ -68,6 +68,7 @@ def test_a_choice_narrows_by_every_part_of_it() -> None:
     assert natural("a2") < natural("a10")
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 10**12), min_size=1, max_size=40))
 def test_a_treemap_gives_each_its_share_and_overlaps_nothing(amounts: list[int]) -> None:
     ordered = sorted(amounts, reverse=True)

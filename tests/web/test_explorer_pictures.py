@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samerun.core.dtype import DTYPES
@@ -47,6 +47,7 @@ def cells(spots: Any, shape: tuple[int, int]) -> np.ndarray[Any, Any]:
     return found
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_gaps_and_overlaps_are_drawn_where_they_are(data: st.DataObject) -> None:
     shape = data.draw(st.tuples(st.integers(1, 7), st.integers(1, 7)))
