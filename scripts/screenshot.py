@@ -1,6 +1,6 @@
 """Makes docs/pictures/explorer.png: a tensor of the documentation's checkpoint with one rank's part in no file.
 
-Needs a browser (Debian: apt-get install chromium), playwright, starlette, uvicorn and torch: `python scripts/screenshot.py`.
+Needs a browser (Debian: apt-get install chromium) and the development environment: `python scripts/screenshot.py`.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def view_samples(model: ReportModel) -> SamplesView | None:
     window = [item for item in after if not made or item.update <= last or portions]
     audit = _audit(window, made, portions) if made else None
     strips = tuple(_strips(updates, control, made, candidate, seam, audit))
-    passed_over = count_passed_over(after, control, made)
+    passed_over = count_passed_over(after, control, made) if audit and not audit.replayed else 0
     committed = model.manifest.progress.samples if model.manifest else None
     return SamplesView(
         committed_update=seam,
@@ -157,9 +157,12 @@ def view_samples(model: ReportModel) -> SamplesView | None:
 def count_passed_over(after: Sequence[ObservedUpdate], control: Observed, made: Sequence[ObservedUpdate]) -> int:
     """Returns how many samples of the control's order, from the seam on, come before the first that the candidate has.
 
-    0 too where the candidate consumed none of them: it is then somewhere else in the order, not ahead in it.
+    0 too where its first update consumed others than these: it is then somewhere else in the order, not ahead in it.
     """
     consumed = {sample for item in made for sample in item.all_ids()}
+    known = {sample for item in after for sample in item.all_ids()}
+    if not made or not known.issuperset(made[0].all_ids()):
+        return 0
     order = (sample for item in after for sample, _ in in_global_order(item, control))
     return next((place for place, sample in enumerate(order) if sample in consumed), 0)
 
