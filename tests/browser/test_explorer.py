@@ -182,8 +182,11 @@ def test_sizes_lead_into_the_tree_and_the_table_sorts(open_view: Open) -> None:
     tiles = page.locator(".tile")
     areas = [box["width"] * box["height"] for box in (tile.bounding_box() for tile in tiles.all())]
     assert areas == sorted(areas, reverse=True)
-    tiles.nth(1).click()
+    tiles.first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
     expect(page.locator(".tensors tbody tr")).to_have_count(8)
+    assert page.evaluate("document.activeElement.className").startswith("tile")
     expect(page.locator("[aria-selected=true]")).to_have_attribute("data-prefix", "1")
     page.get_by_role("button", name="show all").click()
     expect(page.locator(".tensors tbody tr")).to_have_count(20)
@@ -221,8 +224,10 @@ def test_ten_thousand_tensors_stay_fluid(open_view: Open) -> None:
     page.locator("#find").fill("layers.17. exp_avg_sq")
     expect(page.locator(".tensors tbody tr")).to_have_count(8)
     page.locator("#find").fill("")
-    page.get_by_role("button", name="next").click()
-    expect(page.get_by_text("rows 101 to 200 of 10,000")).to_be_visible()
+    page.get_by_role("button", name="next").focus()
+    for rows in ("rows 101 to 200", "rows 201 to 300"):
+        page.keyboard.press("Enter")  # the focus stays where it is
+        expect(page.get_by_text(f"{rows} of 10,000")).to_be_visible()
     page.locator("[role=treeitem] .label").first.click()
     expect(page.locator("[role=treeitem][aria-level='2']")).to_have_count(313)
     assert page.locator(".tile").count() <= 61

@@ -46,11 +46,13 @@ export async function tensorBrowser(place, values, facts, signal) {
     const held = document.activeElement?.dataset?.sort;
     table.replaceChildren(table.caption, make("thead", {}, head), make("tbody", {}, body.length ? body : make("tr", {}, make("td", { colspan: 5 }, "no tensor like that"))));
     if (held) table.querySelector(`[data-sort="${held}"]`)?.focus();
+    const turned = pages.contains(document.activeElement) && document.activeElement.textContent;
     const turn = (label, to, possible) => make("button", { type: "button", class: "button", disabled: !possible, on: { click: () => turnTo(to) } }, label);
     pages.replaceChildren(...(total > PAGE ? [
       turn("previous", first - PAGE, first > 0), turn("next", first + PAGE, first + PAGE < total),
       make("span", { class: "small" }, `rows ${count(first + 1)} to ${count(Math.min(first + PAGE, total))} of ${count(total)}`)] : []));
-    where.replaceChildren(...(state.under ? ["below ", make("code", {}, state.under), " ", make("button", { type: "button", class: "button", on: { click: () => change({ under: "" }) } }, "show all")] : []));
+    if (turned) [...pages.querySelectorAll("button:enabled")].sort((a) => (a.textContent === turned ? -1 : 1))[0]?.focus();
+    where.replaceChildren(...(state.under ? ["below ", make("code", {}, state.under), " ", make("button", { type: "button", class: "button", on: { click: () => change({ under: "" }).then(settle) } }, "show all")] : []));
   }
 
   const turnTo = async (first) => { state.first = Math.max(0, first) || ""; await refresh({ names: false }); table.parentElement.scrollTop = 0; };
@@ -68,11 +70,17 @@ export async function tensorBrowser(place, values, facts, signal) {
       return make("button", { type: "button", class: `tile${broken ? " broken" : ""}${width > 9 && height > 14 ? "" : " tiny"}`, "aria-disabled": prefix === null && "true",
         "aria-label": `${label}, ${size(bytes)}${broken ? ", damaged" : ""}`, title: `${prefix ?? label}: ${size(bytes)}`,
         at: { left: `${left}%`, top: `${top}%`, width: `${width}%`, height: `${height}%` },
-        on: { click: () => prefix !== null && change({ under: prefix }, { names: false }).then(mark) } },
+        on: { click: () => prefix !== null && change({ under: prefix }, { names: false }).then(settle) } },
       width > 9 && height > 14 && make("span", {}, label), width > 9 && height > 26 && make("small", {}, size(bytes)));
     })));
     tiles.hidden = nodes.length < 2;
     if (!tiles.hidden) roving(tiles, ".tile");
+  }
+
+  // What was pressed is gone: the focus goes to what has taken its place.
+  function settle() {
+    mark();
+    (tiles.querySelector(".tile") ?? where.querySelector("button"))?.focus();
   }
 
   // ------------------------------------------------------------ tree
