@@ -175,13 +175,18 @@ def test_work_ends_when_nobody_listens() -> None:
     workers.close()
 
 
-def test_a_closed_connection_ends_the_reading(tmp_path: Path) -> None:
+def write_zeros(path: Path) -> Path:
+    """Writes a checkpoint of one tensor of eight GiB of zeros, which take no room."""
     count = 2 << 30
     header = json.dumps({"param:w": {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}}).encode()
-    path = tmp_path / "large.safetensors"
-    with path.open("wb") as file:  # eight GiB of zeros that take no room
+    with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 4 * count)
+    return path
+
+
+def test_a_closed_connection_ends_the_reading(tmp_path: Path) -> None:
+    path = write_zeros(tmp_path / "large.safetensors")
     with serving([path]) as here:
         with socket.create_connection(("127.0.0.1", here.port), timeout=60) as connection:
             query = (
@@ -221,6 +226,23 @@ def test_the_verb_serves_until_interrupted() -> None:
     connection.close()
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (0, "", "Ctrl-C ends it\n")
+
+
+def test_ctrl_c_ends_the_reading_too(tmp_path: Path) -> None:
+    path = write_zeros(tmp_path / "large.safetensors")
+    process = samerun("ui", "--no-open", str(path))
+    assert process.stdout is not None
+    match = re.fullmatch(r"http://127\.0\.0\.1:(\d+)(/.*/)", process.stdout.readline().strip())
+    assert match
+    with socket.create_connection(("127.0.0.1", int(match[1])), timeout=60) as connection:
+        query = f"GET {match[2]}stream/values?place=0&key=param:w HTTP/1.1\r\nHost: 127.0.0.1:{match[1]}\r\n\r\n"
+        connection.sendall(query.encode())
+        seen = b""
+        while b'"progress"' not in seen:
+            seen += connection.recv(4096)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "", "Ctrl-C ends it\n")
 
 

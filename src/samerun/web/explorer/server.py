@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
@@ -14,6 +15,18 @@ from samerun.web.explorer.app import make_application
 from samerun.web.explorer.places import Places
 from samerun.web.explorer.stream import Workers
 from samerun.web.serve import LOOPBACK
+
+
+class _Server(uvicorn.Server):
+    """Ends long answers before it waits for them."""
+
+    def __init__(self, config: uvicorn.Config, workers: Workers) -> None:
+        super().__init__(config)
+        self.workers = workers
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.workers.close()
+        super().handle_exit(sig, frame)
 
 
 class ExplorerServer:
@@ -43,7 +56,7 @@ class ExplorerServer:
             ws="none",
             timeout_graceful_shutdown=1,
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Server(config, self._workers)
 
     @property
     def address(self) -> str:
@@ -61,6 +74,7 @@ class ExplorerServer:
 
     def stop(self) -> None:
         """Ends `serve` from another thread."""
+        self._workers.close()
         self._server.should_exit = True
 
     def start_in_thread(self) -> threading.Thread:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from samerun.errors import SamerunError
@@ -30,6 +31,8 @@ class Workers:
 
     def __init__(self, threads: int = 2) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="samerun-ui")
+        self._leave: set[Callable[[], None]] = set()
+        self._counting = threading.Lock()
         self.running = 0
         """Works that were begun and have not ended."""
 
@@ -73,20 +76,30 @@ class Workers:
                 if not left.is_set():
                     loop.call_soon_threadsafe(events.put_nowait, None)
 
-        self.running += 1
+        def leave() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and the stream with it
+                loop.call_soon_threadsafe(events.put_nowait, None)
+
+        with self._counting:
+            self.running += 1
+        self._leave.add(leave)
         try:
-            self._pool.submit(run).add_done_callback(lambda _: loop.call_soon_threadsafe(self._ended))
+            self._pool.submit(run).add_done_callback(self._ended)
 
             while (event := await events.get()) is not None:
                 yield encode(event) + "\n"
         finally:
             left.set()
+            self._leave.discard(leave)
 
-    def _ended(self) -> None:
-        self.running -= 1
+    def _ended(self, _: Future[None]) -> None:
+        with self._counting:
+            self.running -= 1
 
     def close(self) -> None:
-        """Drops the work that waits; what runs ends at its next event."""
+        """Ends every stream and drops the work that waits; what runs ends at its next event."""
+        for leave in list(self._leave):
+            leave()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
