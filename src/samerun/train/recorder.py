@@ -214,11 +214,12 @@ class Recorder:
         if self._directory is None or (self._launch is not None and not self._launch.evaluates):
             return
         writer = self._require_attached("evaluate")
+        from samerun.train.activations import watch_modules
         from samerun.train.purity import evaluating, fingerprint
 
         state = {**self._objects, "scheduler": self._scheduler}
         before = fingerprint(self._model, self._optimizer, state)
-        with evaluating(self._model):
+        with evaluating(self._model), watch_modules(self._model) as outputs:
             result = function()
         after = fingerprint(self._model, self._optimizer, state)
         losses = numbers(result["losses"])
@@ -233,6 +234,7 @@ class Recorder:
                 "state_unchanged": not tensors,
                 "rng_unchanged": not rng,
                 "changed": [*tensors, *rng],
+                "modules": outputs.rows() if self._rank == 0 else None,
             },
         )
         self._num_evals += 1
@@ -298,7 +300,7 @@ class Recorder:
             "seconds": round(time.monotonic() - self._began, 4),
         }
         if facts.moved is not None and self._rank == 0:
-            body["moved"] = facts.moved
+            body |= {"moved": facts.moved, "gradients": facts.gradients}
         writer.write("update", body)
         self._count(int(update), facts)
 
