@@ -253,6 +253,15 @@ def test_a_path_that_is_not_there_is_one_clear_message(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+def test_a_taken_port_is_one_clear_message() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = samerun("ui", "--no-open", "--port", str(taken.getsockname()[1]), str(WHOLE))
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert "SR-IO-FAILED" in err
+    assert "Traceback" not in err
+
+
 def test_without_its_extra_the_verb_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "uvicorn.py").write_text("raise ImportError('no', name='uvicorn')")
     code = (

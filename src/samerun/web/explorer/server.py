@@ -39,15 +39,13 @@ class ExplorerServer:
             UsageError: if nothing lies at a named path.
             OSError: if the port is taken.
         """
+        places = Places(named)
         self._workers = Workers()
         self.token = secrets.token_urlsafe(24)
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind((LOOPBACK, port))
-        self._socket.listen()  # from here on a browser waits instead of being refused
+        self._socket = socket.create_server((LOOPBACK, port))  # from here on a browser waits instead of being refused
         self.port = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            make_application(Places(named), self._workers, self.token),
+            make_application(places, self._workers, self.token),
             log_level="warning",
             access_log=False,
             server_header=False,
