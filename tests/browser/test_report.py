@@ -16,7 +16,7 @@ from samerun.plan.migration import PlannedSide
 from samerun.report.html import render_html
 from samerun.report.model import ReportModel, read_run
 from support.browser import SCRIPTS, THEMES, WIDTHS, Opener, View
-from support.runs import enlarge, unpack_run
+from support.runs import enlarge_run, unpack_run
 
 pytestmark = pytest.mark.browser
 
@@ -33,9 +33,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         written[name] = root / "report.html"
         written[name].write_text(render_html(model), encoding="utf-8")
         if name == "promote":
-            large = enlarge(model, num_updates=5000, num_tensors=10_000)
-            written["large"] = root / "large.html"
-            written["large"].write_text(render_html(large), encoding="utf-8")
+            large = enlarge_run(unpack_run(name, top / "large"), num_updates=5000, num_tensors=10_000)
+            written["large"] = large / "report.html"
+            written["large"].write_text(render_html(read_run(large)), encoding="utf-8")
             written["parallel"] = root / "parallel.html"
             written["parallel"].write_text(render_html(to_tensor_parallel(model)), encoding="utf-8")
     return written
@@ -198,7 +198,9 @@ def test_samples_show_who_consumed_them(open_page: Open) -> None:
     assert "in the control on replica" in text
 
 
-def test_ten_thousand_tensors_and_five_thousand_updates_stay_fluid(open_page: Open) -> None:
+def test_ten_thousand_tensors_and_five_thousand_updates_stay_fluid(open_page: Open, pages: dict[str, Path]) -> None:
+    """A run directory of that size, from the records of a real one, read from disk."""
+    assert pages["large"].stat().st_size < 3_000_000
     view = open_page("large")
     page = view.page
     ready = page.evaluate("performance.getEntriesByType('navigation')[0].domComplete")

@@ -123,3 +123,32 @@ def test_very_large_batches_are_counted_not_drawn(make) -> None:
     assert view is not None
     assert view.exactly_once
     assert view.strips == ()
+
+
+def fates(view) -> dict[str, int | None]:
+    return {fate.kind: fate.count for fate in view.fates}
+
+
+def test_what_became_of_the_samples_around_the_seam(make) -> None:
+    control = job(None, *(update(13 + i, {0: tuple(range(4 * i, 4 * i + 4))}) for i in range(4)))
+
+    def seen(*ids: tuple[int, ...]):
+        view = view_samples(make(control, job(None, *(update(13 + i, {0: own}) for i, own in enumerate(ids)))))
+        assert view is not None
+        return view
+
+    exact = seen((0, 1, 2, 3), (4, 5, 6, 7))
+    assert fates(exact) == {"committed": 384, "consumed": 8, "replayed": 0, "prefetched": 0, "omitted": 0}
+    assert "whatever had been read ahead was issued again" in exact.fates[3].text
+    ahead = seen((4, 5, 6, 7), (8, 9, 10, 11))  # one batch had been read ahead, and counted as consumed
+    assert (ahead.passed_over, fates(ahead)["prefetched"], fates(ahead)["omitted"]) == (4, 4, 0)
+    beyond = seen((4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15), (16, 17, 18, 19))  # further than the control went
+    assert (beyond.passed_over, fates(beyond)["prefetched"]) == (4, 4)
+    skipped = seen((0, 1, 2, 3), (8, 9, 10, 11))
+    assert (skipped.passed_over, fates(skipped)["omitted"]) == (0, 4)
+    again = seen((0, 1, 2, 3), (0, 1, 2, 3))
+    assert fates(again)["replayed"] == 4
+    lost = seen((90, 91, 2, 3))
+    assert (lost.passed_over, fates(lost)["prefetched"], fates(lost)["omitted"]) == (0, None, 2)
+    elsewhere = seen((90, 91, 92, 93))
+    assert (elsewhere.passed_over, fates(elsewhere)["prefetched"]) == (0, None)

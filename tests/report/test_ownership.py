@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -113,4 +114,13 @@ def test_tensor_parallel_ranks_share_a_replica() -> None:
 def test_very_large_worlds_are_counted_not_drawn() -> None:
     mesh = draw_mesh(Layout(dp_shard=1000))
     assert len(mesh.replicas) + mesh.left_out == 1000
-    assert plan_ownership(Layout(dp_shard=1000), Layout(dp_shard=3), {"a": Held((9,))}, {"a": Held((9,))}) == ()
+    assert plan_ownership(Layout(dp_shard=5000), Layout(dp_shard=3), {"a": Held((9,))}, {"a": Held((9,))}) == ()
+
+
+def test_with_many_ranks_the_largest_tensors_are_drawn() -> None:
+    held = {f"w{i}": Held((8192 + i, 4)) for i in range(20)}
+    owned = plan_ownership(Layout(dp_shard=1024), Layout(dp_shard=768), held, held)
+    assert [item.example for item in owned] == ["w19", "w18", "w17", "w16"]
+    assert sum(len(item.before) + len(item.after) for item in owned) <= 8_000
+    carried = sorted(ribbon.left for ribbon in owned[0].ribbons)
+    assert all(one[1] <= two[0] + 1e-3 for one, two in pairwise(carried))

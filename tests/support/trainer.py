@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-
 # Dropping the last reference to a DDP model joins gloo's threads with the GIL held, and can hang (torch 2.13).
 _kept_alive: list[Any] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from samerun.core.mesh import Layout
 from samerun.errors import Severity, UsageError
 from samerun.trace import TraceWriter, check_trace, file_name, read_trace
+from samerun.verify.observed import observe
 
 LAYOUT = Layout(dp_shard=2, tp=2)
 IDS = {0: [3, 1], 1: [7]}  # by batch replica
@@ -294,3 +296,16 @@ def test_a_value_that_is_not_finite(tmp_path: Path) -> None:
     problems = check_trace(read_trace(tmp_path))
     assert [problem.code for problem in problems] == ["SR-TRACE-NONFINITE"]
     assert problems[0].where["update"] == 14
+
+
+def test_four_times_the_updates_take_about_four_times_as_long(tmp_path: Path) -> None:
+    """CPU time, as a ratio; reading that looked at every line for every update would take sixteen times as long."""
+
+    def seconds(count: int) -> float:
+        folder = write(tmp_path / str(count), list(range(13, 13 + count)))
+        began = time.process_time()
+        observe(read_trace(folder))
+        return time.process_time() - began
+
+    seconds(200)
+    assert seconds(8_000) < 9 * seconds(2_000)

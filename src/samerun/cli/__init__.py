@@ -32,6 +32,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "report": ("report", "One self-contained HTML page with the pictures."),
     "trace": ("trace", "Check and summarise what a job recorded."),
     "audit": ("audit", "Samples replayed, omitted or shared, over all starts."),
+    "ui": ("ui", "Look at checkpoints and runs in a browser."),
     "explain": ("explain", "What a finding means and what to do about it."),
     "lab": ("lab", "Equal values, different continuations: try it in a browser."),
     "demo": ("demo", "All of the above on a small real run, on CPU."),

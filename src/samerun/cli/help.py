@@ -44,6 +44,7 @@ PAGES: dict[str, str] = {
     "run": "docs/judging.md",
     "judge": "docs/judging.md",
     "trace": "docs/trace.md",
+    "ui": "docs/explorer.md",
     "explain": "docs/findings.md",
     "demo": "docs/start.md",
 }

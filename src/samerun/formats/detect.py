@@ -160,6 +160,26 @@ def open_checkpoint(path: str | os.PathLike[str], format: str | None = None) -> 
     return _open_local(Path(path), format)
 
 
+def recognise(path: Path) -> str | None:
+    """Returns which format a directory or file looks like and why (`dcp: it holds .metadata`), None for none."""
+    for reader in READERS:
+        if why := _recognises(reader, path):
+            return f"{reader.name}: {why}"
+    return None
+
+
+def find_checkpoints(root: Path) -> list[Path]:
+    """Returns every checkpoint at a path or up to two levels below, in natural order; links are not followed.
+
+    Unlike `open_checkpoint` it does not choose: a tracker is not followed, several are all returned.
+    """
+    if not root.is_dir():
+        return [root] if root.is_file() and _is_checkpoint(root, READERS) else []
+    if _is_checkpoint(root, READERS):
+        return [root]
+    return sorted({*_search(root, _DEPTH, READERS), *_single_files(root, READERS)}, key=_natural)
+
+
 def _open_remote(url: str, format: str | None) -> Checkpoint:
     """Opens what lies at a URL; closing the checkpoint removes what was fetched of it."""
     view = RemoteView(url)

@@ -24,10 +24,11 @@ from samerun.core.size import format_size
 from samerun.report.charts import Chart, Panel, number_text
 from samerun.report.layout import HUES
 from samerun.report.model import ReportModel
-from samerun.report.page import Page, plain_text, plan_page
+from samerun.report.page import Page, plan_page
+from samerun.report.provenance import plain_text
 from samerun.report.samples import SamplesView, Strip
 from samerun.report.state import Agreement, ParameterRow, StateView
-from samerun.report.style import base_style, read_static, script_hash
+from samerun.report.style import read_static, script_hash, shared_style
 
 MAX_ROWS, MAX_NAME_CHARACTERS = 12_000, 700_000
 """Parameters that the table lists; of more, or of very long names, those whose state or change stands out most."""
@@ -55,7 +56,7 @@ def render_html(model: ReportModel, *, base: str = "", written: datetime | None 
             model=model,
             version=__version__,
             written=(written or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
-            style=Markup(base_style() + read_static("samerun.report", "report.css")),
+            style=Markup(shared_style() + read_static("samerun.report", "report.css")),
             script=Markup(script),
             script_hash=script_hash(script),
             data=embed(page_data(page)),

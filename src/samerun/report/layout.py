@@ -17,6 +17,11 @@ from samerun.train.shards import Split, held_intervals
 HUES = 8
 """Colours that the page has for ranks and replicas; beyond them they repeat, and the numbers tell them apart."""
 MAX_DRAWN_RANKS = 256
+"""Ranks that are drawn one by one in the picture of a layout."""
+MAX_OWNERS = 4096
+"""Ranks up to which the owners of slices are drawn."""
+MAX_MARKS = 8_000
+"""Slices over all pictures of owners; with many ranks fewer tensors are drawn."""
 MAX_SHAPES = 24
 """Distinct tensor shapes whose ownership is drawn."""
 
@@ -211,15 +216,24 @@ def plan_ownership(
         before: the tensors by name, as a job on the source layout has them.
         after: the same on the destination; without a candidate, what is known of them.
     """
-    if max(source.world_size, destination.world_size) > MAX_DRAWN_RANKS:
+    if max(source.world_size, destination.world_size) > MAX_OWNERS:
         return ()
     alike: dict[tuple[Held, Held], list[str]] = {}
     for name, held in before.items():
         if held.shape and name in after:
             alike.setdefault((held, after[name]), []).append(name)
     largest = sorted(alike, key=lambda pair: (-math.prod(pair[0].shape), pair[0].shape))
-    drawn = (_ownership(source, destination, one, two, alike[one, two]) for one, two in largest[:MAX_SHAPES])
-    return tuple(item for item in drawn if item is not None)
+    drawn: list[Ownership] = []
+    left = MAX_MARKS
+    for one, two in largest[:MAX_SHAPES]:
+        item = _ownership(source, destination, one, two, alike[one, two])
+        if item is None:
+            continue
+        left -= len(item.before) + len(item.after)
+        if left < 0 and drawn:
+            break
+        drawn.append(item)
+    return tuple(drawn)
 
 
 def _ownership(source: Layout, destination: Layout, one: Held, two: Held, names: Sequence[str]) -> Ownership | None:
@@ -272,11 +286,15 @@ def _marks(owned: Mapping[int, Sequence[Slice]], rows: int, columns: int, by_row
 
 
 def _shared_rows(before: Sequence[Mark], after: Sequence[Mark]) -> Iterator[tuple[Mark, Mark, Interval]]:
+    """Yields (owner before, owner after, rows). Both are in order, and no two marks of one side share a row."""
+    position = 0
     for one in before:
-        for two in after:
-            first, end = max(one.rows[0], two.rows[0]), min(one.rows[1], two.rows[1])
-            if first < end:
-                yield one, two, (first, end)
+        while position < len(after) and after[position].rows[1] <= one.rows[0]:
+            position += 1
+        for two in after[position:]:
+            if two.rows[0] >= one.rows[1]:
+                break
+            yield one, two, (max(one.rows[0], two.rows[0]), min(one.rows[1], two.rows[1]))
 
 
 def _edges(mark: Mark, rows: Interval) -> tuple[float, float]:

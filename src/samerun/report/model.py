@@ -30,7 +30,7 @@ from samerun.verify.stage import (
 
 Status = Literal["pass", "fail", "skipped", "absent"]
 
-_TITLES = (
+STAGE_TITLES = (
     ("Inspect", "Is the checkpoint whole, counted in values, and can it resume at all?"),
     ("Control", "What does the run do on its own layout, and how much does it vary by itself?"),
     ("Convert", "Does the converted checkpoint hold, tensor by tensor, what the source holds?"),
@@ -40,6 +40,7 @@ _TITLES = (
     ("Window", "Do the following updates stay in their bands, on the same samples?"),
     ("Judge", "Promote, reject or abstain."),
 )
+"""A title and the question that it answers, for each of `samerun.verify.stage.STAGES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +267,7 @@ def _read_results(files: RunFiles) -> dict[str, StageResult]:
 
 
 def _stage(name: str, results: Mapping[str, StageResult], listed: frozenset[str]) -> Stage:
-    title, question = _TITLES[STAGES.index(name)]
+    title, question = STAGE_TITLES[STAGES.index(name)]
     result = results.get(name)
     log = f"stages/{name}/log.txt"
     return Stage(

@@ -75,9 +75,25 @@ class Stretch:
     last: int
 
 
+FateKind = Literal["committed", "consumed", "replayed", "prefetched", "omitted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of samples around the seam: how many (None: not known), and what that means."""
+
+    kind: FateKind
+    count: int | None
+    text: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesView:
-    """The seam. `committed` is (updates, samples) before it; counts are over the compared updates."""
+    """The seam. `committed` is (updates, samples) before it; counts are over the compared updates.
+
+    `passed_over` counts the samples right behind the seam that the candidate began after: what a loader had read ahead,
+    if its read-ahead counted as consumed.
+    """
 
     committed_update: int | None
     committed_samples: int | None
@@ -94,6 +110,8 @@ class SamplesView:
     stretches: tuple[Stretch, ...]
     by_choice: bool
     known: bool
+    fates: tuple[Fate, ...] = ()
+    passed_over: int = 0
 
 
 def view_samples(model: ReportModel) -> SamplesView | None:
@@ -113,9 +131,11 @@ def view_samples(model: ReportModel) -> SamplesView | None:
     window = [item for item in after if not made or item.update <= last or portions]
     audit = _audit(window, made, portions) if made else None
     strips = tuple(_strips(updates, control, made, candidate, seam, audit))
+    passed_over = count_passed_over(after, control, made) if audit and not audit.replayed else 0
+    committed = model.manifest.progress.samples if model.manifest else None
     return SamplesView(
         committed_update=seam,
-        committed_samples=model.manifest.progress.samples if model.manifest else None,
+        committed_samples=committed,
         first_update=window[0].update if window else seam + 1,
         last_update=window[-1].update if window else seam,
         source_replicas=max(len(item.ids or {}) for item in updates),
@@ -129,7 +149,38 @@ def view_samples(model: ReportModel) -> SamplesView | None:
         stretches=tuple(_stretches(window, made, portions)),
         by_choice=portions,
         known=candidate is None or bool(made),
+        fates=tuple(_fates(audit, committed, sum(item.samples for item in made), passed_over)) if audit else (),
+        passed_over=passed_over,
     )
+
+
+def count_passed_over(after: Sequence[ObservedUpdate], control: Observed, made: Sequence[ObservedUpdate]) -> int:
+    """Returns how many samples of the control's order, from the seam on, come before the first that the candidate has.
+
+    0 too where its first update consumed others than these: it is then somewhere else in the order, not ahead in it.
+    """
+    consumed = {sample for item in made for sample in item.all_ids()}
+    known = {sample for item in after for sample in item.all_ids()}
+    if not made or not known.issuperset(made[0].all_ids()):
+        return 0
+    order = (sample for item in after for sample, _ in in_global_order(item, control))
+    return next((place for place, sample in enumerate(order) if sample in consumed), 0)
+
+
+def _fates(audit: Audit, committed: int | None, consumed: int, passed_over: int) -> Iterator[Fate]:
+    again = len(audit.replayed) + len(audit.overlap)
+    omitted = max(0, len(audit.omitted) - passed_over)
+    yield Fate("committed", committed, "by the source, before the seam; they belong to the checkpoint")
+    yield Fate("consumed", consumed, "by the candidate, after the seam")
+    yield Fate("replayed", again, "consumed a second time" if again else "nothing was consumed a second time")
+    if passed_over:
+        read_ahead = "right behind the seam, passed over: as when batches that were only read ahead count as consumed"
+    elif audit.other or omitted:
+        read_ahead = "cannot be told: the candidate is not where the control goes on"
+    else:
+        read_ahead = "the candidate begins right behind the seam, so whatever had been read ahead was issued again"
+    yield Fate("prefetched", passed_over or (None if audit.other or omitted else 0), read_ahead)
+    yield Fate("omitted", omitted, "passed over later on" if omitted else "none was passed over")
 
 
 _KINDS = ("replayed", "overlap", "other", "omitted", "pending")

@@ -12,6 +12,11 @@ def base_style() -> str:
     return read_static("samerun.report", "base.css")
 
 
+def shared_style() -> str:
+    """Returns the base, and what the report and the explorer look alike in: verdict, findings, bars, curves."""
+    return base_style() + read_static("samerun.report", "shared.css")
+
+
 def read_static(package: str, name: str) -> str:
     """Returns the text of a file in the `static` folder of a package."""
     return resources.files(package).joinpath("static", name).read_text(encoding="utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +124,14 @@ class RankTrace:
     states: tuple[StateLine, ...] = ()
     boundaries: tuple[BoundaryLine, ...] = ()
     end: EndLine | None = None
+    _last: dict[int, UpdateLine] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_last", {line.update: line for line in self.updates})
 
     def update(self, index: int) -> UpdateLine | None:
         """Returns the line of the completed update `index`, or the last skipped one of that index, or None."""
-        lines = [line for line in self.updates if line.update == index]
-        return lines[-1] if lines else None
+        return self._last.get(index)
 
     def state(self, when: str) -> StateLine | None:
         """Returns the last captured state of that kind, or None."""
@@ -143,6 +146,13 @@ class Trace:
     path: Path
     ranks: tuple[RankTrace, ...]
     problems: tuple[Problem, ...] = ()
+    _replicas: dict[int, RankTrace] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        chosen: dict[int, RankTrace] = {}
+        for rank in self.ranks:
+            chosen.setdefault(self.replica_of(rank), rank)
+        object.__setattr__(self, "_replicas", dict(sorted(chosen.items())))
 
     @property
     def lead(self) -> RankTrace:
@@ -168,10 +178,7 @@ class Trace:
 
     def replicas(self) -> dict[int, RankTrace]:
         """Returns the one rank per batch replica whose sample ids count (lowest pp, cp and tp), by replica."""
-        chosen: dict[int, RankTrace] = {}
-        for rank in self.ranks:
-            chosen.setdefault(self.replica_of(rank), rank)
-        return dict(sorted(chosen.items()))
+        return dict(self._replicas)
 
     def sample_ids(self, index: int) -> dict[int, tuple[int | str, ...]]:
         """Returns the ids that update `index` consumed, by batch replica, each in the order of consumption."""

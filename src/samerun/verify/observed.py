@@ -6,6 +6,7 @@ rank's own, and the ranks of one batch replica (TP, CP, PP peers) hold the same 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,9 +80,10 @@ class Observed:
 def observe(trace: Trace) -> Observed:
     """Gathers a trace over its ranks."""
     order = dict.fromkeys(trace.update_indices)
+    skipped = Counter(line.update for line in trace.lead.updates if line.skipped)
     return Observed(
         headers={rank.header.rank: rank.header for rank in trace.ranks},
-        updates=tuple(_gather(trace, index) for index in order),
+        updates=tuple(_gather(trace, index, skipped[index]) for index in order),
         evals=trace.lead.evals,
         states=trace.lead.states,
         boundaries=frozenset((line.what, line.update) for line in trace.lead.boundaries),
@@ -90,7 +92,7 @@ def observe(trace: Trace) -> Observed:
     )
 
 
-def _gather(trace: Trace, index: int) -> ObservedUpdate:
+def _gather(trace: Trace, index: int, skipped: int) -> ObservedUpdate:
     lines = [line for rank in trace.ranks if (line := rank.update(index)) is not None]
     samples, tokens = trace.global_totals(index)
     ids = trace.sample_ids(index)
@@ -101,7 +103,7 @@ def _gather(trace: Trace, index: int) -> ObservedUpdate:
         update_norm=_first(lines, "update_norm"),
         lr=lines[0].lr,
         loss_scale=_first(lines, "loss_scale"),
-        skipped=sum(1 for line in trace.lead.updates if line.update == index and line.skipped),
+        skipped=skipped,
         finite=all(line.finite for line in lines),
         ids=ids if sum(map(len, ids.values())) == samples else None,
         samples=samples,
