@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,8 @@ CHANGE = {
     "declare__batch": "expected-to-change",
     "transition__label": "intentional-change",
 }
+
+POLICY = {"policy": "linear", "schedule": "samples"}
 
 
 def refused(state: LogicalState = STATE, **changes: Any) -> list[tuple[str, str]]:
@@ -58,6 +61,43 @@ def test_a_plan_goes_through_json_whole() -> None:
         read = MigrationPlan.from_json(json.loads(json.dumps(plan.to_json())))
         assert read == plan
         assert read.to_json() == plan.to_json()
+
+
+def scheduled(position: int = 12, **changes: Any) -> LogicalState:
+    """The state with a cosine schedule over 100 steps, and rates as torch would have saved them."""
+    saved = {"T_max": 100, "eta_min": 0.0, "base_lrs": [1e-3, 1e-4], "last_epoch": position, **changes}
+    return replace(STATE, scheduler={name: value for name, value in saved.items() if value is not None})
+
+
+def test_the_rates_of_the_window_are_planned() -> None:
+    more = {"progress__scheduler": {"last_epoch": 12}}
+    rates = plan_migration(manifest(**more, window__updates=30), scheduled()).next_rates
+    assert rates is not None
+    assert (rates.kind, rates.first_update, len(rates.rates)) == ("CosineAnnealingLR", 13, 30)
+    assert rates.rates[0] == pytest.approx([b * (1 + math.cos(math.pi * 0.12)) / 2 for b in (1e-3, 1e-4)])
+    four = plan_migration(manifest(progress__scheduler={"last_epoch": 48}), scheduled(48)).next_rates
+    assert four is not None  # stepped once per process by Accelerate, and still
+    assert four.rates[1][0] == pytest.approx(1e-3 * (1 + math.cos(math.pi * 0.52)) / 2)
+    plan = plan_migration(manifest(**more), scheduled())
+    assert MigrationPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert [p.where["key"] for p in check_plan(plan, manifest(**more), scheduled(T_max=50))] == ["next_rates"]
+
+
+def test_a_changed_batch_says_what_its_schedule_follows() -> None:
+    more = {"progress__scheduler": {"last_epoch": 12}}
+    by_samples = {**CHANGE, "batch__changed": {**CHANGE["batch__changed"], "learning_rate": POLICY}}
+    updates, samples = (plan_migration(manifest(**change, **more), scheduled()) for change in (CHANGE, by_samples))
+    assert updates.next_rates is not None
+    assert samples.next_rates is not None
+    base = 1e-3 * 30 / 32
+    assert updates.next_rates.rates[8][0] == pytest.approx(base * (1 + math.cos(math.pi * 0.20)) / 2)
+    assert samples.next_rates.rates[8][0] == pytest.approx(base * (1 + math.cos(math.pi * (0.12 + 8 * 0.3 / 32))) / 2)
+    said = {d.key: d.chosen for d in samples.decisions}
+    assert said["batch.changed.learning_rate.schedule"] == "samples"
+    assert MigrationPlan.from_json(json.loads(json.dumps(samples.to_json()))) == samples
+    unknown = plan_migration(manifest(**by_samples, **more), scheduled(T_max=None, lr_lambdas=[None]))
+    assert "SR-SCHEDULE-UNKNOWN" in {problem.code for problem in unknown.problems}
+    assert "SR-SCHEDULE-UNKNOWN" not in {problem.code for problem in samples.problems}
 
 
 def test_the_case_in_the_literature() -> None:

@@ -87,13 +87,13 @@ def _plan(document: Document, state: LogicalState | None, output: Path | None, a
 
         write_atomic(output, json.dumps(plan.to_json(), indent=1) + "\n")
     problems = place_problems(document, plan.problems)
-    rates = _rates(document, state, plan)
     if as_json:
-        body = {**plan.to_json(), "decided": True, "questions": [], "next_rates": rates.to_json()}
+        body = {**plan.to_json(), "decided": True, "questions": []}
         emit_json("plan", body | {"problems": [problem.to_json() for problem in problems]})
     else:
         _print_plan(document, plan)
-        _print_rates(rates)
+        if plan.next_rates is not None:
+            _print_rates(plan.next_rates)
         print_problems(problems)
         click.echo(f"\nnext: samerun run {document.name}")
     return 0
@@ -170,14 +170,6 @@ def _print_plan(document: Document, plan: MigrationPlan) -> None:
     _print_memory(plan.memory)
     _heading("Decisions")
     _print_decisions(plan.decisions)
-
-
-def _rates(document: Document, state: LogicalState, plan: MigrationPlan) -> PlannedRates:
-    from samerun.plan.schedule import plan_rates
-
-    old = document.value("batch.global_batch")
-    batch = plan.batch.global_batch
-    return plan_rates(state, plan.learning_rate, plan.first_update, old_batch=old, new_batch=batch)
 
 
 def _print_rates(rates: PlannedRates) -> None:

@@ -15,6 +15,7 @@ from samerun.manifest.models import Bounded, Declare, Manifest
 from samerun.plan.batch import LearningRatePlan, choose_option, effective_layout, list_options, plan_learning_rate
 from samerun.plan.checks import check_manifest
 from samerun.plan.memory import MemoryEstimate, estimate_memory
+from samerun.plan.schedule import NEXT_UPDATES, PlannedRates, plan_rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +78,9 @@ class MigrationPlan:
 
     `batch` is the chosen option of `options`, dealt to the destination. `source_batch` deals the unchanged global batch
     to the source's replicas: that is what a control on the original layout runs. `first_update` is the index of the
-    first update after the checkpoint; the candidate runs `window_updates` of them. `problems` holds warnings and
-    notes only: with an error there is no plan.
+    first update after the checkpoint; the candidate runs `window_updates` of them, with `next_rates` as their learning
+    rates (None in plans that were sealed before these were planned). `problems` holds warnings and notes only: with an
+    error there is no plan.
     """
 
     manifest_sha256: str
@@ -93,6 +95,7 @@ class MigrationPlan:
     window_updates: int
     learning_rate: LearningRatePlan
     memory: MemoryEstimate
+    next_rates: PlannedRates | None = None
     decisions: tuple[Decision, ...] = ()
     problems: tuple[Problem, ...] = ()
 
@@ -128,6 +131,7 @@ class MigrationPlan:
             "window_updates": self.window_updates,
             "learning_rate": self.learning_rate.to_json(),
             "memory": self.memory.to_json(),
+            **({"next_rates": self.next_rates.to_json()} if self.next_rates is not None else {}),
             "decisions": [decision.to_json() for decision in self.decisions],
             "problems": [problem.to_json() for problem in self.problems],
         }
@@ -152,6 +156,7 @@ class MigrationPlan:
             window_updates=body["window_updates"],
             learning_rate=LearningRatePlan(**body["learning_rate"]),
             memory=MemoryEstimate.from_json(body["memory"]),
+            next_rates=PlannedRates.from_json(body["next_rates"]) if "next_rates" in body else None,
             decisions=tuple(Decision(**decision) for decision in body["decisions"]),
             problems=tuple(_problem_from_json(problem) for problem in body["problems"]),
         )
@@ -194,6 +199,8 @@ def plan_migration(manifest: Manifest, state: LogicalState) -> MigrationPlan:
     if has_errors(problems):
         raise _refusal(problems)
     source = manifest.source.layout.to_layout()
+    rate = plan_learning_rate(manifest.batch)
+    rates = _plan_rates(manifest, state, rate, chosen)
     return MigrationPlan(
         manifest_sha256=manifest.sha256(),
         checkpoint=PlannedCheckpoint(path=manifest.run.checkpoint, format=manifest.run.format),
@@ -209,11 +216,36 @@ def plan_migration(manifest: Manifest, state: LogicalState) -> MigrationPlan:
         label=manifest.transition.label,
         first_update=manifest.progress.update + 1,
         window_updates=manifest.window.updates,
-        learning_rate=plan_learning_rate(manifest.batch),
+        learning_rate=rate,
         memory=memory,
+        next_rates=rates,
         decisions=tuple(_decisions(manifest, chosen)),
-        problems=tuple(problems),
+        problems=(*problems, *_check_rates_known(rate, rates)),
     )
+
+
+def _plan_rates(manifest: Manifest, state: LogicalState, rate: LearningRatePlan, chosen: BatchOption) -> PlannedRates:
+    return plan_rates(
+        state,
+        rate,
+        manifest.progress.update + 1,
+        old_batch=manifest.batch.global_batch,
+        new_batch=chosen.global_batch,
+        progress=rate.schedule,
+        count=max(NEXT_UPDATES, manifest.window.updates),
+    )
+
+
+def _check_rates_known(rate: LearningRatePlan, rates: PlannedRates) -> Iterator[Problem]:
+    """A schedule that follows samples has no control to be compared with: then only the plan knows its rates."""
+    if rate.schedule == "samples" and not rates.rates:
+        yield Problem(
+            "SR-SCHEDULE-UNKNOWN",
+            f"the schedule is to follow samples, and its rates cannot be computed: {rates.why_not}",
+            Severity.WARNING,
+            where={"key": "batch.changed.learning_rate.schedule"},
+            hint="nothing will be compared with the rates that the job uses; keep the schedule by updates to compare",
+        )
 
 
 def plan_memory(manifest: Manifest, state: LogicalState, layout: Layout) -> MemoryEstimate:
@@ -275,6 +307,9 @@ def _decisions(manifest: Manifest, chosen: BatchOption) -> Iterator[Decision]:
         rate = plan_learning_rate(batch)
         text = f"base rate {rate.value}" if rate.factor is None else f"every rate times {rate.factor:g}"
         yield Decision("batch.changed.learning_rate", str(rate.policy), f"{text}: {batch.changed.reason}")
+        seen = batch.changed.global_batch / batch.global_batch
+        kept = f"each update is {seen:g} of its steps" if rate.schedule == "samples" else "each update is one step"
+        yield Decision("batch.changed.learning_rate.schedule", rate.schedule, f"position by {rate.schedule}: {kept}")
     label = "; ".join(filter(None, (_LABELS[transition.label], *_bounds(manifest), transition.reason)))
     yield Decision("transition.label", transition.label, label)
     for name in Declare.model_fields:
@@ -311,6 +346,7 @@ _FOLLOWS: tuple[tuple[str, Callable[[MigrationPlan], Any]], ...] = (
     ("window_updates", lambda plan: plan.window_updates),
     ("learning_rate", lambda plan: plan.learning_rate),
     ("memory", lambda plan: plan.memory),
+    ("next_rates", lambda plan: plan.next_rates),
 )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from samerun.core.schedule import Progress, parse_schedule, stride_of
+from samerun.core.schedule import Progress, check_rates, parse_schedule, stride_of
 from samerun.core.state import LogicalState
-from samerun.errors import UsageError
+from samerun.errors import Problem, UsageError
 from samerun.plan.batch import LearningRatePlan
 
 NEXT_UPDATES = 20
@@ -30,6 +31,12 @@ class PlannedRates:
         rates = [list(each) for each in self.rates]
         return {"first_update": self.first_update, "schedule": self.kind, "rates": rates, "why_not": self.why_not}
 
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Self:
+        """Reads `to_json` back."""
+        rates = tuple(tuple(each) for each in body["rates"])
+        return cls(first_update=body["first_update"], kind=body["schedule"], rates=rates, why_not=body["why_not"])
+
 
 def plan_rates(
     state: LogicalState,
@@ -44,7 +51,8 @@ def plan_rates(
     """Returns the rates of the next `count` updates under a learning-rate policy.
 
     A run without a scheduler keeps its groups' rates. With `progress="samples"` the schedule advances by new / old
-    batch per update. A policy that names a value sets the largest base rate to it and the others in proportion.
+    batch per update. A policy that names a value sets the largest base rate to it and the others in proportion. A
+    schedule that was stepped k times per update (Accelerate steps once per process) goes on like that.
     """
     groups = [group.hyperparameters for group in state.groups]
     factor = 1.0 if policy.factor is None else policy.factor
@@ -58,7 +66,8 @@ def plan_rates(
         return PlannedRates(first_update=first_update, kind="constant", rates=(constant,) * count)
     try:
         schedule = parse_schedule(state.scheduler, groups)
-        rates = schedule.next_rates(count, stride=stride_of(progress, old_batch, new_batch), factor=factor)
+        stride = _steps_per_update(schedule.position, first_update - 1) * stride_of(progress, old_batch, new_batch)
+        rates = schedule.next_rates(count, stride=stride, factor=factor)
     except (UsageError, ValueError, TypeError, ZeroDivisionError) as error:
         why = error.problems[0].message if isinstance(error, UsageError) else f"its state is unusable ({error})"
         return PlannedRates(first_update=first_update, kind=None, why_not=why)
@@ -67,3 +76,27 @@ def plan_rates(
 
 def _rate(group: Any) -> float:
     return float(group.get("initial_lr", group.get("lr", 0.0)))
+
+
+def _steps_per_update(position: int, updates: int) -> int:
+    """Returns the whole number of steps that each update made, and 1 where the counts do not tell one."""
+    return position // updates if updates and position and position % updates == 0 else 1
+
+
+def check_planned_rates(
+    planned: PlannedRates | None, found: Mapping[int, Sequence[float]], *, bound: float = 0.0
+) -> list[Problem]:
+    """Returns SR-SCHEDULE-RATE for the first update that used other rates than the plan printed.
+
+    Args:
+        planned: the plan's; None, or rates that are not known, say nothing.
+        found: rates by group of each completed update, by index.
+        bound: the largest relative difference, where one was declared.
+    """
+    if planned is None or not planned.rates:
+        return []
+    rtol = max(bound, 1e-6)
+    for number, wanted in enumerate(planned.rates, planned.first_update):
+        if number in found and (wrong := check_rates([wanted], [found[number]], first_update=number, rtol=rtol)):
+            return wrong
+    return []
