@@ -68,7 +68,9 @@ class _Streams:
         leads: dict[str, int] = {}
         self.parted = self.doubled = None
         has_peers = has_replicas = False
-        for rank in sorted(digests) if layout is not None and len(digests) == layout.world_size else ():
+        if layout is None or len(digests) != layout.world_size:
+            digests, layout = {}, Layout()
+        for rank in sorted(digests):
             at = layout.coordinate(rank)
             lead = places.setdefault((layout.batch_replica(rank), at["pp"], at["cp"]), rank)
             if lead != rank:

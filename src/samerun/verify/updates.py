@@ -32,11 +32,11 @@ class WindowPlan:
     """What is compared, and how strictly.
 
     `bands` are the sealed ones. `rate_factor` multiplies the control's learning rates (a declared policy); None leaves
-    them out, `rate_bound` allows a relative difference; `planned_rates` are those that the plan printed. `samples` says whether each update must consume the control's
-    samples (`exact`), only the same order in other portions because the batch changes on purpose (`portions`), or
-    whatever it likes (`free`). `window_updates` is how many updates the control has from the first one on.
-    `boundaries` are (what, every) pairs the window must cross. `trainable` tells for each parameter whether it trains;
-    None when the job did not say.
+    them out, `rate_bound` allows a relative difference; `planned_rates` are those that the plan printed. `samples` says
+    whether each update must consume the control's samples (`exact`), only the same order in other portions because the
+    batch changes on purpose (`portions`), or whatever it likes (`free`). `window_updates` is how many updates the
+    control has from the first one on. `boundaries` are (what, every) pairs the window must cross. `trainable` tells for
+    each parameter whether it trains; None when the job did not say.
     """
 
     stage: str
