@@ -210,6 +210,14 @@ class CommittedSampler(Sampler[list[int]], ABC):
             Committed(update=update, epoch=epoch, samples_in_epoch=samples_in_epoch, samples=samples, tokens=None)
         )
 
+    def all_microbatches(self) -> Iterator[list[int]]:
+        """Yields this replica's microbatches from the committed position on, over as many epochs as are asked for."""
+        at = self._committed
+        while True:
+            span = self._span(at)
+            yield from self._lists(span)
+            at = after(at, span)
+
     def _go_to(self, at: Committed) -> Committed:
         self._committed = at
         if self._begin is not None:
@@ -218,10 +226,13 @@ class CommittedSampler(Sampler[list[int]], ABC):
 
     def _microbatches(self, at: Committed) -> Iterator[list[int]]:
         for _, span in self._spans(at):
-            for ids in self._ids(span):
-                sample_ids: list[int] = ids.tolist()
-                yield sample_ids or ([] if self.empty == "list" else span.ids(self.order)[:1].tolist())
+            yield from self._lists(span)
         self._exhausted_at = at
+
+    def _lists(self, span: UpdateSpan) -> Iterator[list[int]]:
+        for ids in self._ids(span):
+            sample_ids: list[int] = ids.tolist()
+            yield sample_ids or ([] if self.empty == "list" else span.ids(self.order)[:1].tolist())
 
     def _spans(self, at: Committed) -> Iterator[tuple[Committed, UpdateSpan]]:
         """Yields the updates of one iteration, each with the position before it."""

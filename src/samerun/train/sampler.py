@@ -27,9 +27,11 @@ sample of the same update, no `collate_fn` needs to know, and the loop multiplie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
+
+from torch.utils.data import Sampler
 
 from samerun.core.batch import Dealing, deal
 from samerun.core.mesh import Layout
@@ -37,7 +39,7 @@ from samerun.core.order import GlobalOrder
 from samerun.core.orders.distributed import DistributedSamplerOrder
 from samerun.core.orders.randperm import Draw
 from samerun.core.progress import Committed, LastBatch, UpdateSpan, next_update, seek
-from samerun.errors import UsageError
+from samerun.errors import Problem, UsageError
 from samerun.train.committed import CommittedSampler
 from samerun.train.draw import torch_draw
 from samerun.train.sampler_checks import (
@@ -57,6 +59,16 @@ class TorchDistributedOrder(DistributedSamplerOrder):
     """`DistributedSamplerOrder` with the permutations drawn by torch itself: same ids, faster."""
 
     draw: Draw = field(default=torch_draw, compare=False, repr=False)
+
+
+class EndlessBatches(Sampler[list[int]]):
+    """What `ElasticSampler.endless` returns: its microbatches from the committed position on, without a length."""
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.sampler.all_microbatches()
 
 
 class ElasticSampler(CommittedSampler):
@@ -139,6 +151,26 @@ class ElasticSampler(CommittedSampler):
         For checkpoints of a run that saved no position, or used `DistributedSampler`; see `core.progress.seek`.
         """
         return self._go_to(seek(self.order, num_updates, self.global_batch, self.last_batch))
+
+    def endless(self) -> EndlessBatches:
+        """Returns this sampler as a batch sampler without an end, for trainers that count updates by themselves.
+
+        Such a trainer takes `dealing.passes` microbatches for every update, and the length of an epoch once, when it
+        starts. So every update must be a whole global batch, and an epoch must have no length:
+
+            loader = DataLoader(dataset, batch_sampler=sampler.endless(), num_workers=2)
+            # gradient accumulation: sampler.dealing.passes; end of training: a number of updates
+
+        Its iteration begins at the committed position and goes on over epochs. Commit after each update all the same.
+
+        Raises:
+            UsageError: with `last_batch="keep"`, whose last update of an epoch can be smaller (SR-ORDER-INVALID).
+        """
+        if self.last_batch == "keep":
+            hint = "make the sampler with last_batch='carry' (every sample once) or 'drop'"
+            message = "an endless sampler makes whole updates only"
+            raise UsageError(Problem("SR-ORDER-INVALID", message, found="last_batch='keep'", hint=hint))
+        return EndlessBatches(self)
 
     def __len__(self) -> int:
         """Microbatches that an iteration begun now yields: what is left of the epoch."""
