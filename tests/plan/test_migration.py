@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from samerun.core.batch import Dealing
 from samerun.core.mesh import Layout
+from samerun.core.orders import KeyedOrder
+from samerun.core.progress import Committed
 from samerun.core.state import LogicalState, RecordedProgress, Role, Topology
 from samerun.errors import PlanError, Severity, UndecidedError
 from samerun.plan.migration import MigrationPlan, check_plan, plan_migration
@@ -80,7 +82,42 @@ def test_the_rates_of_the_window_are_planned() -> None:
     assert four.rates[1][0] == pytest.approx(1e-3 * (1 + math.cos(math.pi * 0.52)) / 2)
     plan = plan_migration(manifest(**more), scheduled())
     assert MigrationPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    assert [p.where["key"] for p in check_plan(plan, manifest(**more), scheduled(T_max=50))] == ["next_rates"]
+    assert [p.where["key"] for p in check_plan(plan, manifest(**more), scheduled(T_max=50))] == ["costs", "next_rates"]
+
+
+def test_what_the_options_cost_is_planned() -> None:
+    """The sampler's place, the schedule's horizon and the evaluation interval, whichever of them are known."""
+    more = {"progress__scheduler": {"last_epoch": 12}}
+    at = Committed(update=12, samples_in_epoch=384, samples=384).to_json()
+    sampler = {**at, "order": KeyedOrder(1000, 3).identity()}
+    flat = {f"sampler.{name}": value for name, value in sampler.items() if name != "order"}
+    flat |= {f"sampler.order.{name}": value for name, value in sampler["order"].items()}
+    for data in ({"sampler": sampler}, {"app": {"sampler": sampler}}, flat):
+        plan = plan_migration(manifest(**CHANGE, **more), replace(scheduled(), data=data))
+        ragged, chosen = plan.costs[[o.kind for o in plan.options].index("ragged")], plan.costs[-1]
+        assert (ragged.updates_left, chosen.updates_left) == (20, 21)  # 616 samples
+        assert (ragged.eval_samples, chosen.eval_samples, chosen.eval_updates) == (640, 600, None)
+        assert (ragged.schedule_samples, chosen.schedule_samples) == (3200, 12 * 32 + 88 * 30)
+        assert (ragged.passes, ragged.peak_microbatch, ragged.pass_slots) == (6, 2, 18)
+        body = plan.to_json()
+        assert body["batch"]["cost"]["updates_left"] == 21
+        assert all(option["cost"]["utilisation"] == option["utilisation"] for option in body["options"])
+    bare = plan_migration(manifest(), STATE).costs[0]
+    assert (bare.updates_left, bare.schedule_samples, bare.eval_samples) == (None, None, 640)
+
+
+def test_ranks_that_share_a_batch_do_not_multiply_it() -> None:
+    """tp, pp, cp and ep ranks are no batch replicas; ranks that fewer replicas leave idle are counted."""
+    layout = {"pp": 2, "dp_shard": 5, "cp": 2, "tp": 2}
+    assert Layout.from_dict({**layout, "ep": 2}).batch_replicas == 5
+    there = {"destination": {"layout": layout, "world_size": 40, "device_memory": None}}
+    state = replace(STATE, topology=Topology(world_size=4, layout=Layout(dp_shard=4)))
+    plan = plan_migration(manifest(**there), state)
+    assert (plan.destination.world_size, plan.destination.batch_replicas, plan.batch.passes) == (40, 5, 4)
+    fewer = plan_migration(manifest(**there, batch__option="fewer-replicas"), state)
+    assert (fewer.destination.batch_replicas, fewer.destination.world_size, fewer.destination.idle_ranks) == (4, 32, 8)
+    assert fewer.batch.utilisation == 32 / (4 * 5 * 2)
+    assert fewer.costs[-1].pass_slots == 4 * 5
 
 
 def test_a_changed_batch_says_what_its_schedule_follows() -> None:

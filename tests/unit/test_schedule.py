@@ -110,6 +110,28 @@ def test_the_next_twenty_rates_are_those_that_torch_uses(name: str, done: int) -
         assert [p.code for p in check_rates(late, real, first_update=done + 1)] == ["SR-SCHEDULE-RATE"]
 
 
+HORIZONS = {
+    "step": None,
+    "multistep": 5,
+    "constant": 4,
+    "linear warm-up": 7,
+    "exponential": None,
+    "polynomial": 20,
+    "cosine": 30,
+    "restarts": None,
+    "one cycle": 40,
+    "warm-up and cosine": 30,
+    "warm-up, stable, decay": 19,
+}
+
+
+@pytest.mark.parametrize("name", HORIZONS)
+def test_where_a_schedule_ends(name: str) -> None:
+    optimizer, scheduler = build(SCHEDULERS[name])
+    schedule = parse_schedule(scheduler.state_dict(), [dict(group) for group in optimizer.param_groups])
+    assert schedule.horizon == HORIZONS[name]
+
+
 def test_what_is_not_in_the_checkpoint_is_refused() -> None:
     _, plateau = build(lrs.ReduceLROnPlateau)
     for state in (plateau.state_dict(), {}, {"last_epoch": 3}, {"last_epoch": 3, "base_lrs": [1.0]}):

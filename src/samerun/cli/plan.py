@@ -155,6 +155,8 @@ def _preview(document: Document, state: LogicalState | None) -> tuple[tuple[Batc
 
 
 def _print_plan(document: Document, plan: MigrationPlan) -> None:
+    from samerun.cli.batch import print_costs
+
     checkpoint = plan.checkpoint
     click.echo(f"{document.value('run.name')}: {plan.label}")
     click.echo(f"  checkpoint   {checkpoint.path} ({checkpoint.format}), update {plan.first_update - 1}")
@@ -166,6 +168,8 @@ def _print_plan(document: Document, plan: MigrationPlan) -> None:
     _heading("Batch options")
     listed = plan.options if plan.batch in plan.options else (*plan.options, plan.batch)
     _print_batch(document, listed, plan.batch)
+    if plan.costs:
+        print_costs(plan.options, plan.costs[: len(plan.options)])
     _heading("Memory per rank, before activations")
     _print_memory(plan.memory)
     _heading("Decisions")

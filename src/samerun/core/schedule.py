@@ -39,6 +39,19 @@ class Schedule:
     peaks: tuple[tuple[float, float, float], ...] = ()
     phases: tuple[tuple[float, str, str], ...] = ()
 
+    @property
+    def horizon(self) -> int | None:
+        """After how many steps the schedule has run its course, or None for one that never does (step, exponential)."""
+        if self.kind == "SequentialLR":
+            last = self.parts[-1].horizon
+            return None if last is None else self.milestones[-1] + last
+        if self.kind == "OneCycleLR":
+            return int(self.phases[-1][0]) + 1
+        if self.kind == "MultiStepLR":
+            return max((mark for mark, _ in self.arguments["marks"]), default=0)
+        length = self.arguments.get({"CosineAnnealingLR": "T_max"}.get(self.kind, "total_iters"))
+        return None if length is None else int(length)
+
     def rates(self, position: float) -> tuple[float, ...]:
         """Returns the rate of every group at `position` steps (0: before the first). Fractions lie in between."""
         if self.kind == "SequentialLR":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from samerun.core.batch import BatchOption, Dealing, deal
+from samerun.core.batch import BatchOption, Dealing, OptionCost, cost_of, deal
 from samerun.core.dtype import parse_dtype
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState
@@ -15,7 +15,8 @@ from samerun.manifest.models import Bounded, Declare, Manifest
 from samerun.plan.batch import LearningRatePlan, choose_option, effective_layout, list_options, plan_learning_rate
 from samerun.plan.checks import check_manifest
 from samerun.plan.memory import MemoryEstimate, estimate_memory
-from samerun.plan.schedule import NEXT_UPDATES, PlannedRates, plan_rates
+from samerun.plan.position import samples_left
+from samerun.plan.schedule import NEXT_UPDATES, PlannedRates, plan_rates, schedule_horizon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,8 @@ class MigrationPlan:
     `batch` is the chosen option of `options`, dealt to the destination. `source_batch` deals the unchanged global batch
     to the source's replicas: that is what a control on the original layout runs. `first_update` is the index of the
     first update after the checkpoint; the candidate runs `window_updates` of them, with `next_rates` as their learning
-    rates (None in plans that were sealed before these were planned). `problems` holds warnings and notes only: with an
+    rates (None in plans that were sealed before these were planned). `costs` has what each of `options` costs, and at
+    last what `batch` does; empty in such plans. `problems` holds warnings and notes only: with an
     error there is no plan.
     """
 
@@ -96,6 +98,7 @@ class MigrationPlan:
     learning_rate: LearningRatePlan
     memory: MemoryEstimate
     next_rates: PlannedRates | None = None
+    costs: tuple[OptionCost, ...] = ()
     decisions: tuple[Decision, ...] = ()
     problems: tuple[Problem, ...] = ()
 
@@ -117,7 +120,7 @@ class MigrationPlan:
             },
             "source": self.source.to_json(),
             "destination": self.destination.to_json(),
-            "batch": self.batch.to_json(),
+            "batch": _with_cost(self.batch, self.costs[-1:]),
             "source_batch": {
                 "global_batch": self.source_batch.global_batch,
                 "replicas": self.source_batch.replicas,
@@ -125,7 +128,7 @@ class MigrationPlan:
                 "max_microbatch": self.source_batch.max_microbatch,
                 "microbatches": self.source_batch.to_json(),
             },
-            "options": [option.to_json() for option in self.options],
+            "options": [_with_cost(option, self.costs[place : place + 1]) for place, option in enumerate(self.options)],
             "label": self.label,
             "first_update": self.first_update,
             "window_updates": self.window_updates,
@@ -151,6 +154,9 @@ class MigrationPlan:
             batch=BatchOption.from_json(body["batch"]),
             source_batch=Dealing.from_json(body["source_batch"]["microbatches"]),
             options=tuple(BatchOption.from_json(option) for option in body["options"]),
+            costs=tuple(
+                OptionCost(**option["cost"]) for option in (*body["options"], body["batch"]) if "cost" in option
+            ),
             label=body["label"],
             first_update=body["first_update"],
             window_updates=body["window_updates"],
@@ -160,6 +166,10 @@ class MigrationPlan:
             decisions=tuple(Decision(**decision) for decision in body["decisions"]),
             problems=tuple(_problem_from_json(problem) for problem in body["problems"]),
         )
+
+
+def _with_cost(option: BatchOption, cost: Sequence[OptionCost]) -> dict[str, Any]:
+    return option.to_json() | ({"cost": cost[0].to_json()} if cost else {})
 
 
 def _problem_from_json(body: Mapping[str, Any]) -> Problem:
@@ -219,9 +229,23 @@ def plan_migration(manifest: Manifest, state: LogicalState) -> MigrationPlan:
         learning_rate=rate,
         memory=memory,
         next_rates=rates,
+        costs=tuple(_costs(manifest, state, (*options, chosen))),
         decisions=tuple(_decisions(manifest, chosen)),
         problems=(*problems, *_check_rates_known(rate, rates)),
     )
+
+
+def _costs(manifest: Manifest, state: LogicalState, options: Sequence[BatchOption]) -> Iterator[OptionCost]:
+    left, horizon = samples_left(state), schedule_horizon(state)
+    for option in options:
+        yield cost_of(
+            option,
+            manifest.batch.global_batch,
+            samples_left=left,
+            eval_every=manifest.window.eval_every,
+            schedule_updates=horizon,
+            updates_done=manifest.progress.update,
+        )
 
 
 def _plan_rates(manifest: Manifest, state: LogicalState, rate: LearningRatePlan, chosen: BatchOption) -> PlannedRates:
@@ -341,6 +365,7 @@ _FOLLOWS: tuple[tuple[str, Callable[[MigrationPlan], Any]], ...] = (
     ("batch", lambda plan: plan.batch),
     ("source_batch", lambda plan: plan.source_batch),
     ("options", lambda plan: plan.options),
+    ("costs", lambda plan: plan.costs),
     ("label", lambda plan: plan.label),
     ("first_update", lambda plan: plan.first_update),
     ("window_updates", lambda plan: plan.window_updates),

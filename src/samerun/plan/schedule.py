@@ -78,6 +78,15 @@ def _rate(group: Any) -> float:
     return float(group.get("initial_lr", group.get("lr", 0.0)))
 
 
+def schedule_horizon(state: LogicalState) -> int | None:
+    """Returns after how many updates the saved schedule has run its course; None if it never does, or does not tell."""
+    try:
+        groups = [group.hyperparameters for group in state.groups]
+        return None if state.scheduler is None else parse_schedule(state.scheduler, groups).horizon
+    except (UsageError, ValueError, TypeError, KeyError):
+        return None
+
+
 def _steps_per_update(position: int, updates: int) -> int:
     """Returns the whole number of steps that each update made, and 1 where the counts do not tell one."""
     return position // updates if updates and position and position % updates == 0 else 1
