@@ -33,7 +33,7 @@ from typing import Any, Self
 
 from torch.utils.data import Sampler
 
-from samerun.core.batch import Dealing, deal
+from samerun.core.batch import Dealing, RampUp, deal
 from samerun.core.mesh import Layout
 from samerun.core.order import GlobalOrder
 from samerun.core.orders.distributed import DistributedSamplerOrder
@@ -46,6 +46,7 @@ from samerun.train.sampler_checks import (
     Empty,
     check_choices,
     check_dealing,
+    check_final,
     check_order_arguments,
     require_some_update,
 )
@@ -86,6 +87,7 @@ class ElasticSampler(CommittedSampler):
         max_microbatch: most samples in one pass of one replica. The dealing is `deal(global_batch, replicas,
             max_microbatch)`, unless `dealing` says otherwise.
         dealing: another dealing of the same global batch to the same replicas.
+        ramp: how the batch grows to `global_batch`, with committed samples; each size is dealt as `deal` does.
         seed: of the order, only with a number of samples; an order has its own.
         shuffle: likewise.
         last_batch: what happens at an epoch's end to samples that do not fill a global batch: `keep` (a smaller
@@ -105,6 +107,7 @@ class ElasticSampler(CommittedSampler):
         replica: int,
         max_microbatch: int | None = None,
         dealing: Dealing | None = None,
+        ramp: RampUp | None = None,
         seed: int = 0,
         shuffle: bool = True,
         last_batch: LastBatch = "keep",
@@ -115,11 +118,13 @@ class ElasticSampler(CommittedSampler):
         problems = check_choices(last_batch, empty)
         problems += check_dealing(global_batch, replicas, replica, max_microbatch, dealing)
         problems += check_order_arguments(order, seed, shuffle)
+        problems += check_final(global_batch, ramp)
         if problems:
             raise UsageError(problems)
         super().__init__()
         self.order: GlobalOrder = TorchDistributedOrder(order, seed, shuffle) if isinstance(order, int) else order
         self.global_batch = global_batch
+        self.ramp = ramp
         self.replicas = replicas
         self.replica = replica
         self.max_microbatch = max_microbatch or 1
@@ -150,7 +155,11 @@ class ElasticSampler(CommittedSampler):
 
         For checkpoints of a run that saved no position, or used `DistributedSampler`; see `core.progress.seek`.
         """
-        return self._go_to(seek(self.order, num_updates, self.global_batch, self.last_batch))
+        return self._go_to(seek(self.order, num_updates, self.global_batch, self.last_batch, ramp=self.ramp))
+
+    def batch_at(self, committed: Committed) -> int:
+        """Returns the global batch of the update after `committed`, where the epoch's end does not make it smaller."""
+        return self.global_batch if self.ramp is None else self.ramp.batch_at(committed.samples)
 
     def endless(self) -> EndlessBatches:
         """Returns this sampler as a batch sampler without an end, for trainers that count updates by themselves.
@@ -164,8 +173,13 @@ class ElasticSampler(CommittedSampler):
         Its iteration begins at the committed position and goes on over epochs. Commit after each update all the same.
 
         Raises:
-            UsageError: with `last_batch="keep"`, whose last update of an epoch can be smaller (SR-ORDER-INVALID).
+            UsageError: with `last_batch="keep"`, whose last update of an epoch can be smaller, or while the batch grows
+                (SR-ORDER-INVALID).
         """
+        if self.ramp is not None and self.batch_at(self._committed) != self.global_batch:
+            message = "an endless sampler makes equal updates only, and the batch is still growing"
+            hint = "train with `updates` until the ramp is over"
+            raise UsageError(Problem("SR-ORDER-INVALID", message, found=str(self.ramp), hint=hint))
         if self.last_batch == "keep":
             hint = "make the sampler with last_batch='carry' (every sample once) or 'drop'"
             message = "an endless sampler makes whole updates only"
@@ -178,6 +192,8 @@ class ElasticSampler(CommittedSampler):
 
     def _left_in_epoch(self) -> list[tuple[int, int]]:
         """Sizes of the updates of an iteration begun now, each with how many have it."""
+        if self.ramp is not None:
+            return [(span.num_samples, 1) for _, span in self._spans(self._committed)]
         first = self._span()
         last = first.spans[-1]
         whole, rest = divmod(self.order.num_samples(last.epoch) - last.stop, self.global_batch)
@@ -185,7 +201,8 @@ class ElasticSampler(CommittedSampler):
         return [*sizes, (rest, 1)] if rest and self.last_batch == "keep" else sizes
 
     def _span(self, at: Committed | None = None) -> UpdateSpan:
-        return next_update(self.order, at or self._committed, self.global_batch, self.last_batch)
+        at = at or self._committed
+        return next_update(self.order, at, self.batch_at(at), self.last_batch)
 
     def _dealing(self, num_samples: int) -> Dealing:
         if num_samples not in self._dealings:
