@@ -143,6 +143,37 @@ def test_what_is_not_in_the_checkpoint_is_refused() -> None:
     assert {"SR-SCHEDULE-UNKNOWN", "SR-SCHEDULE-RATE", "SR-BATCH-RAMP"} <= set(load_catalog())
 
 
+MEGATRON = json.loads((Path(__file__).parents[1] / "golden" / "order" / "megatron_schedule.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "case", MEGATRON, ids=lambda c: f"{c['state']['lr_decay_style']}-{c['state']['lr_warmup_steps']}"
+)
+def test_megatrons_schedule_counts_samples(case: dict[str, Any]) -> None:
+    """After the warm-up, whose first rate is in no checkpoint; at the update after each number of updates."""
+    batch, state = case["batch"], case["state"]
+    groups = tuple(ParamGroup(params=(), hyperparameters={**g, "lr": 0.0}) for g in case["groups"])
+    for done, at in enumerate(case["steps"][:25]):
+        saved = LogicalState(format="megatron", tensors={}, groups=groups, scheduler={**state, "num_steps": at})
+        found = plan_rates(saved, LearningRatePlan(), done + 1, old_batch=batch, new_batch=batch, count=5)
+        if state["lr_decay_style"] == "WSD" or at < state["lr_warmup_steps"]:
+            assert found.rates == ()
+            assert found.why_not
+            continue
+        assert found.kind == "OptimizerParamScheduler"
+        assert check_rates(found.rates, case["rates"][done : done + 5], first_update=done + 1, rtol=1e-12) == []
+        if state["lr_decay_style"] in ("linear", "cosine") and 0 < at < 150:
+            late = plan_rates(saved, LearningRatePlan(), done + 1, old_batch=batch, new_batch=batch + 1, count=5)
+            assert late.rates == found.rates  # kept by updates
+            more = plan_rates(
+                saved, LearningRatePlan(), done + 1, old_batch=batch, new_batch=batch + 1, progress="samples", count=5
+            )
+            assert check_rates(more.rates, case["rates"][done : done + 5], first_update=done + 1) != []
+    odd = [{"lr_mult": 0.5}]
+    with pytest.raises(UsageError, match="SR-SCHEDULE-UNKNOWN"):
+        parse_schedule({**state, "lr_decay_style": "cosine"}, odd)
+
+
 def test_a_schedule_by_samples_and_a_policy() -> None:
     """At twice the batch, a schedule by samples is at the same rate after half the updates; linear doubles it."""
     optimizer, scheduler = build(SCHEDULERS["cosine"])

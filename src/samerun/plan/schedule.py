@@ -52,7 +52,8 @@ def plan_rates(
 
     A run without a scheduler keeps its groups' rates. With `progress="samples"` the schedule advances by new / old
     batch per update. A policy that names a value sets the largest base rate to it and the others in proportion. A
-    schedule that was stepped k times per update (Accelerate steps once per process) goes on like that.
+    schedule that was stepped k times per update (Accelerate steps once per process) goes on like that;
+    Megatron's counts samples.
     """
     groups = [group.hyperparameters for group in state.groups]
     factor = 1.0 if policy.factor is None else policy.factor
@@ -66,7 +67,11 @@ def plan_rates(
         return PlannedRates(first_update=first_update, kind="constant", rates=(constant,) * count)
     try:
         schedule = parse_schedule(state.scheduler, groups)
-        stride = _steps_per_update(schedule.position, first_update - 1) * stride_of(progress, old_batch, new_batch)
+        stride = stride_of(progress, old_batch, new_batch)
+        if schedule.unit == "samples":
+            stride *= old_batch
+        else:
+            stride *= _steps_per_update(schedule.position, first_update - 1)
         rates = schedule.next_rates(count, stride=stride, factor=factor)
     except (UsageError, ValueError, TypeError, ZeroDivisionError) as error:
         why = error.problems[0].message if isinstance(error, UsageError) else f"its state is unusable ({error})"
@@ -82,7 +87,8 @@ def schedule_horizon(state: LogicalState) -> int | None:
     """Returns after how many updates the saved schedule has run its course; None if it never does, or does not tell."""
     try:
         groups = [group.hyperparameters for group in state.groups]
-        return None if state.scheduler is None else parse_schedule(state.scheduler, groups).horizon
+        schedule = None if state.scheduler is None else parse_schedule(state.scheduler, groups)
+        return None if schedule is None or schedule.unit == "samples" else schedule.horizon
     except (UsageError, ValueError, TypeError, KeyError):
         return None
 
