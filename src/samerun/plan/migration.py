@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from samerun.core.batch import BatchOption, Dealing, OptionCost, cost_of, deal
+from samerun.core.batch import BatchOption, Dealing, OptionCost, deal
 from samerun.core.dtype import parse_dtype
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState
@@ -14,9 +14,9 @@ from samerun.errors import PlanError, Problem, SamerunError, Severity, Undecided
 from samerun.manifest.models import Bounded, Declare, Manifest
 from samerun.plan.batch import LearningRatePlan, choose_option, effective_layout, list_options, plan_learning_rate
 from samerun.plan.checks import check_manifest
+from samerun.plan.consequences import check_rates_known, plan_costs, plan_window_rates
 from samerun.plan.memory import MemoryEstimate, estimate_memory
-from samerun.plan.position import samples_left
-from samerun.plan.schedule import NEXT_UPDATES, PlannedRates, plan_rates, schedule_horizon
+from samerun.plan.schedule import PlannedRates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +210,7 @@ def plan_migration(manifest: Manifest, state: LogicalState) -> MigrationPlan:
         raise _refusal(problems)
     source = manifest.source.layout.to_layout()
     rate = plan_learning_rate(manifest.batch)
-    rates = _plan_rates(manifest, state, rate, chosen)
+    rates = plan_window_rates(manifest, state, rate, chosen)
     return MigrationPlan(
         manifest_sha256=manifest.sha256(),
         checkpoint=PlannedCheckpoint(path=manifest.run.checkpoint, format=manifest.run.format),
@@ -229,47 +229,10 @@ def plan_migration(manifest: Manifest, state: LogicalState) -> MigrationPlan:
         learning_rate=rate,
         memory=memory,
         next_rates=rates,
-        costs=tuple(_costs(manifest, state, (*options, chosen))),
+        costs=tuple(plan_costs(manifest, state, (*options, chosen))),
         decisions=tuple(_decisions(manifest, chosen)),
-        problems=(*problems, *_check_rates_known(rate, rates)),
+        problems=(*problems, *check_rates_known(rate, rates)),
     )
-
-
-def _costs(manifest: Manifest, state: LogicalState, options: Sequence[BatchOption]) -> Iterator[OptionCost]:
-    left, horizon = samples_left(state), schedule_horizon(state)
-    for option in options:
-        yield cost_of(
-            option,
-            manifest.batch.global_batch,
-            samples_left=left,
-            eval_every=manifest.window.eval_every,
-            schedule_updates=horizon,
-            updates_done=manifest.progress.update,
-        )
-
-
-def _plan_rates(manifest: Manifest, state: LogicalState, rate: LearningRatePlan, chosen: BatchOption) -> PlannedRates:
-    return plan_rates(
-        state,
-        rate,
-        manifest.progress.update + 1,
-        old_batch=manifest.batch.global_batch,
-        new_batch=chosen.global_batch,
-        progress=rate.schedule,
-        count=max(NEXT_UPDATES, manifest.window.updates),
-    )
-
-
-def _check_rates_known(rate: LearningRatePlan, rates: PlannedRates) -> Iterator[Problem]:
-    """A schedule that follows samples has no control to be compared with: then only the plan knows its rates."""
-    if rate.schedule == "samples" and not rates.rates:
-        yield Problem(
-            "SR-SCHEDULE-UNKNOWN",
-            f"the schedule is to follow samples, and its rates cannot be computed: {rates.why_not}",
-            Severity.WARNING,
-            where={"key": "batch.changed.learning_rate.schedule"},
-            hint="nothing will be compared with the rates that the job uses; keep the schedule by updates to compare",
-        )
 
 
 def plan_memory(manifest: Manifest, state: LogicalState, layout: Layout) -> MemoryEstimate:
