@@ -79,7 +79,13 @@ def test_the_rates_of_the_window_are_planned() -> None:
     assert rates.rates[0] == pytest.approx([b * (1 + math.cos(math.pi * 0.12)) / 2 for b in (1e-3, 1e-4)])
     four = plan_migration(manifest(progress__scheduler={"last_epoch": 48}), scheduled(48)).next_rates
     assert four is not None  # stepped once per process by Accelerate, and still
+    plan = plan_migration(manifest(progress__scheduler={"last_epoch": 48}), scheduled(48))
+    assert plan.costs[0].schedule_samples == 100 // 4 * 32
     assert four.rates[1][0] == pytest.approx(1e-3 * (1 + math.cos(math.pi * 0.52)) / 2)
+    epochs = plan_migration(manifest(progress__scheduler={"last_epoch": 2}), scheduled(2)).next_rates
+    assert epochs is not None
+    assert epochs.rates == ()
+    assert "2 times in 12 updates" in str(epochs.why_not)
     plan = plan_migration(manifest(**more), scheduled())
     assert MigrationPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     assert [p.where["key"] for p in check_plan(plan, manifest(**more), scheduled(T_max=50))] == ["costs", "next_rates"]

@@ -178,6 +178,8 @@ def _print_plan(document: Document, plan: MigrationPlan) -> None:
 
 def _print_rates(rates: PlannedRates) -> None:
     _heading(f"Learning rate at the next updates ({rates.kind})" if rates.kind else "Learning rate at the next updates")
+    if rates.kind == "constant":
+        click.echo("  no schedule was saved; these stay unless the script sets others")
     if rates.why_not:
         click.echo(f"  not known: {rates.why_not}")
         return

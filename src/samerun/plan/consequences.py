@@ -15,7 +15,7 @@ from samerun.plan.schedule import NEXT_UPDATES, PlannedRates, plan_rates, schedu
 
 def plan_costs(manifest: Manifest, state: LogicalState, options: Sequence[BatchOption]) -> Iterator[OptionCost]:
     """Yields what each option costs, as far as checkpoint and manifest tell: what is left of the epoch, the horizon."""
-    left, horizon = samples_left(state), schedule_horizon(state)
+    left, horizon = samples_left(state), schedule_horizon(state, manifest.progress.update)
     for option in options:
         yield cost_of(
             option,
