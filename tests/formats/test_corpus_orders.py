@@ -12,11 +12,14 @@ import pytest
 from samerun.core.orders import (
     AccelerateOrder,
     DistributedSamplerOrder,
+    MegatronSequentialOrder,
     RandomSamplerOrder,
     batches_given,
     compare_switch,
     stateful_position,
 )
+from samerun.core.progress import next_update, seek
+from samerun.formats.detect import open_checkpoint
 from support.corpus import CORPUS
 
 SAMPLES, SEED = 97, 5
@@ -72,3 +75,37 @@ def test_stateful_loaders_of_two_ranks_are_at_twenty_samples(kind: str) -> None:
     states: list[Any] = [torch.load(file, weights_only=True) for file in files]
     assert [batches_given(state) for state in states] == [5, 5]
     assert stateful_position(DistributedSamplerOrder(SAMPLES, SEED, num_replicas=2), 0, states, 2) == 20
+
+
+def counted() -> list[str]:
+    """Checkpoints of Megatron and DeepSpeed jobs whose truth says how many samples they had consumed."""
+    if CORPUS is None:
+        return []
+    truths = [*Path(CORPUS).glob("megatron/*/TRUTH.json"), *Path(CORPUS).glob("deepspeed/*/truth_step5.json")]
+    return sorted(str(path.relative_to(CORPUS)) for path in truths)
+
+
+@pytest.mark.parametrize("name", counted())
+def test_counts_of_consumed_samples_are_positions(name: str) -> None:
+    """The same position at any number of ranks, where the order does not depend on them."""
+    assert CORPUS is not None
+    truth = json.loads((Path(CORPUS) / name).read_text())
+    wanted = truth["consumed_train_samples"] if "megatron" in name.split("/")[0] else truth["global_samples"]
+    checkpoint = open_checkpoint(Path(CORPUS) / Path(name).parent)
+    try:
+        progress = checkpoint.state.progress
+        arguments = checkpoint.state.objects.get("args")
+    finally:
+        checkpoint.close()
+    if "megatron" not in name.split("/")[0] and progress.update != truth["global_steps"]:
+        pytest.skip("a later step of this run is the latest one")
+    assert progress.samples == wanted
+    assert progress.update is not None
+    batch = wanted // progress.update
+    for ranks in (4, 3, 5, 2):
+        order = MegatronSequentialOrder(1000, 1, ranks, drop_last=False)
+        at = seek(order, progress.update, batch)
+        assert (at.samples, at.samples_in_epoch) == (wanted, wanted)
+        assert next_update(order, at, batch).ids(order).tolist() == list(range(wanted, wanted + batch))
+    if isinstance(arguments, dict) and arguments.get("global_batch_size"):
+        assert arguments["global_batch_size"] == batch

@@ -176,6 +176,7 @@ def test_running_and_judging_again_start_no_job(promoted: Workspace) -> None:
         ("draw-while-evaluating", "04-eval", "SR-EVAL-CHANGED"),
         ("write-into-the-checkpoint", "03-load", "SR-JOB-WROTE"),
         ("fall-over", "03-load", "SR-JOB-FAILED"),
+        ("one-stream-for-all", "03-load", "SR-RNG-SAME"),
     ],
 )
 def test_a_fault_in_the_job_is_rejected_by_name(workspace: Workspace, fault: str, stage: str, code: str) -> None:

@@ -16,6 +16,20 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(90
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "ddp" / "train.py"
+HASTY = f"""
+from torch.optim import lr_scheduler
+
+class Twice(lr_scheduler.CosineAnnealingLR):
+    def step(self, *rest):
+        super().step(*rest)
+        if self.last_epoch > 10:
+            super().step(*rest)
+
+lr_scheduler.CosineAnnealingLR = Twice
+import runpy
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+"""The same script after an edit: it steps its schedule twice per update."""
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
 
 
@@ -72,3 +86,23 @@ def test_an_unrelated_ddp_script_is_moved_from_two_ranks_to_three(tmp_path: Path
     verdict = json.loads((tmp_path / "move" / "verdict.json").read_text())
     assert verdict["verdict"] == "promote"
     assert verdict["validated"]["layout"]["dp_replicate"] == 3
+
+    rates = json.loads(samerun("plan", "move.yaml", "--json", cwd=tmp_path).stdout)["next_rates"]
+    assert rates["schedule"] == "CosineAnnealingLR"
+    used = [line for line in map(json.loads, last_trace(tmp_path / "move")) if line["kind"] == "update"]
+    assert [line["lr"] for line in used] == [pytest.approx(rate) for rate in rates["rates"][:10]]
+
+    # The edit is in the script of control and candidate alike: they agree, and neither is the run that was saved.
+    (tmp_path / "hasty.py").write_text(HASTY)
+    text = (tmp_path / "move.yaml").read_text()
+    (tmp_path / "edited.yaml").write_text(text.replace(str(SCRIPT), "hasty.py"))
+    edited = samerun("run", "edited.yaml", "--dir", "edited", cwd=tmp_path)
+    assert edited.returncode == 1, edited.stdout[-4000:] + edited.stderr[-4000:]
+    verdict = json.loads((tmp_path / "edited" / "verdict.json").read_text())
+    assert verdict["first_divergence"]["stage"] == "02-control"
+    assert verdict["first_divergence"]["code"] == "SR-SCHEDULE-RATE"
+    assert verdict["first_divergence"]["where"]["update"] == 12
+
+
+def last_trace(rundir: Path) -> list[str]:
+    return (rundir / "stages" / "06-window" / "trace" / "rank-00000.jsonl").read_text().splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from samerun.core.batch import Dealing
 from samerun.core.mesh import Layout
+from samerun.core.orders import KeyedOrder
+from samerun.core.progress import Committed
 from samerun.core.state import LogicalState, RecordedProgress, Role, Topology
 from samerun.errors import PlanError, Severity, UndecidedError
 from samerun.plan.migration import MigrationPlan, check_plan, plan_migration
@@ -26,6 +29,8 @@ CHANGE = {
     "declare__batch": "expected-to-change",
     "transition__label": "intentional-change",
 }
+
+POLICY = {"policy": "linear", "schedule": "samples"}
 
 
 def refused(state: LogicalState = STATE, **changes: Any) -> list[tuple[str, str]]:
@@ -58,6 +63,84 @@ def test_a_plan_goes_through_json_whole() -> None:
         read = MigrationPlan.from_json(json.loads(json.dumps(plan.to_json())))
         assert read == plan
         assert read.to_json() == plan.to_json()
+
+
+def scheduled(position: int = 12, **changes: Any) -> LogicalState:
+    """The state with a cosine schedule over 100 steps, and rates as torch would have saved them."""
+    saved = {"T_max": 100, "eta_min": 0.0, "base_lrs": [1e-3, 1e-4], "last_epoch": position, **changes}
+    return replace(STATE, scheduler={name: value for name, value in saved.items() if value is not None})
+
+
+def test_the_rates_of_the_window_are_planned() -> None:
+    more = {"progress__scheduler": {"last_epoch": 12}}
+    rates = plan_migration(manifest(**more, window__updates=30), scheduled()).next_rates
+    assert rates is not None
+    assert (rates.kind, rates.first_update, len(rates.rates)) == ("CosineAnnealingLR", 13, 30)
+    assert rates.rates[0] == pytest.approx([b * (1 + math.cos(math.pi * 0.12)) / 2 for b in (1e-3, 1e-4)])
+    four = plan_migration(manifest(progress__scheduler={"last_epoch": 48}), scheduled(48)).next_rates
+    assert four is not None  # stepped once per process by Accelerate, and still
+    plan = plan_migration(manifest(progress__scheduler={"last_epoch": 48}), scheduled(48))
+    assert plan.costs[0].schedule_samples == 100 // 4 * 32
+    assert four.rates[1][0] == pytest.approx(1e-3 * (1 + math.cos(math.pi * 0.52)) / 2)
+    epochs = plan_migration(manifest(progress__scheduler={"last_epoch": 2}), scheduled(2)).next_rates
+    assert epochs is not None
+    assert epochs.rates == ()
+    assert "2 times in 12 updates" in str(epochs.why_not)
+    plan = plan_migration(manifest(**more), scheduled())
+    assert MigrationPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert [p.where["key"] for p in check_plan(plan, manifest(**more), scheduled(T_max=50))] == ["costs", "next_rates"]
+
+
+def test_what_the_options_cost_is_planned() -> None:
+    """The sampler's place, the schedule's horizon and the evaluation interval, whichever of them are known."""
+    more = {"progress__scheduler": {"last_epoch": 12}}
+    at = Committed(update=12, samples_in_epoch=384, samples=384).to_json()
+    sampler = {**at, "order": KeyedOrder(1000, 3).identity()}
+    flat = {f"sampler.{name}": value for name, value in sampler.items() if name != "order"}
+    flat |= {f"sampler.order.{name}": value for name, value in sampler["order"].items()}
+    for data in ({"sampler": sampler}, {"app": {"sampler": sampler}}, flat):
+        plan = plan_migration(manifest(**CHANGE, **more), replace(scheduled(), data=data))
+        ragged, chosen = plan.costs[[o.kind for o in plan.options].index("ragged")], plan.costs[-1]
+        assert (ragged.updates_left, chosen.updates_left) == (20, 21)  # 616 samples
+        assert (ragged.eval_samples, chosen.eval_samples, chosen.eval_updates) == (640, 600, None)
+        assert (ragged.schedule_samples, chosen.schedule_samples) == (3200, 12 * 32 + 88 * 30)
+        assert (ragged.passes, ragged.peak_microbatch, ragged.pass_slots) == (6, 2, 18)
+        body = plan.to_json()
+        assert body["batch"]["cost"]["updates_left"] == 21
+        assert all(option["cost"]["utilisation"] == option["utilisation"] for option in body["options"])
+    bare = plan_migration(manifest(), STATE).costs[0]
+    assert (bare.updates_left, bare.schedule_samples, bare.eval_samples) == (None, None, 640)
+
+
+def test_ranks_that_share_a_batch_do_not_multiply_it() -> None:
+    """tp, pp, cp and ep ranks are no batch replicas; ranks that fewer replicas leave idle are counted."""
+    layout = {"pp": 2, "dp_shard": 5, "cp": 2, "tp": 2}
+    assert Layout.from_dict({**layout, "ep": 2}).batch_replicas == 5
+    there = {"destination": {"layout": layout, "world_size": 40, "device_memory": None}}
+    state = replace(STATE, topology=Topology(world_size=4, layout=Layout(dp_shard=4)))
+    plan = plan_migration(manifest(**there), state)
+    assert (plan.destination.world_size, plan.destination.batch_replicas, plan.batch.passes) == (40, 5, 4)
+    fewer = plan_migration(manifest(**there, batch__option="fewer-replicas"), state)
+    assert (fewer.destination.batch_replicas, fewer.destination.world_size, fewer.destination.idle_ranks) == (4, 32, 8)
+    assert fewer.batch.utilisation == 32 / (4 * 5 * 2)
+    assert fewer.costs[-1].pass_slots == 4 * 5
+
+
+def test_a_changed_batch_says_what_its_schedule_follows() -> None:
+    more = {"progress__scheduler": {"last_epoch": 12}}
+    by_samples = {**CHANGE, "batch__changed": {**CHANGE["batch__changed"], "learning_rate": POLICY}}
+    updates, samples = (plan_migration(manifest(**change, **more), scheduled()) for change in (CHANGE, by_samples))
+    assert updates.next_rates is not None
+    assert samples.next_rates is not None
+    base = 1e-3 * 30 / 32
+    assert updates.next_rates.rates[8][0] == pytest.approx(base * (1 + math.cos(math.pi * 0.20)) / 2)
+    assert samples.next_rates.rates[8][0] == pytest.approx(base * (1 + math.cos(math.pi * (0.12 + 8 * 0.3 / 32))) / 2)
+    said = {d.key: d.chosen for d in samples.decisions}
+    assert said["batch.changed.learning_rate.schedule"] == "samples"
+    assert MigrationPlan.from_json(json.loads(json.dumps(samples.to_json()))) == samples
+    unknown = plan_migration(manifest(**by_samples, **more), scheduled(T_max=None, lr_lambdas=[None]))
+    assert "SR-SCHEDULE-UNKNOWN" in {problem.code for problem in unknown.problems}
+    assert "SR-SCHEDULE-UNKNOWN" not in {problem.code for problem in samples.problems}
 
 
 def test_the_case_in_the_literature() -> None:

@@ -131,6 +131,22 @@ def fall_over() -> None:
         raise KeyError("model.head.weight")
 
 
+def one_stream_for_all() -> None:
+    """Every rank loads the random number state of rank 0."""
+    import torch
+
+    original = torch.set_rng_state
+
+    def set_rng_state(state: Any) -> None:
+        import torch.distributed as dist
+
+        shared = state.clone()
+        dist.broadcast(shared, 0)
+        original(shared)
+
+    torch.set_rng_state = set_rng_state
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "stretch-gradient": stretch_gradient,
@@ -142,6 +158,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "write-into-the-checkpoint": write_into_the_checkpoint,
     "say-nothing": say_nothing,
     "fall-over": fall_over,
+    "one-stream-for-all": one_stream_for_all,
 }
 
 if __name__ == "__main__":

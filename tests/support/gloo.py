@@ -12,11 +12,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, with_workers: bool = False
+) -> list[Any]:
     """Calls `function(rank, world_size, *args)` on `world_size` forked gloo ranks; returns results by rank.
 
     Torch is imported once here and inherited by fork, so a world starts in well under a second. The first failing
-    rank's traceback is raised; every process is ended whatever happens.
+    rank's traceback is raised; every process is ended whatever happens. `with_workers` lets ranks have children of
+    their own, such as a loader's workers.
     """
     import torch
 
@@ -28,7 +31,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         for rank in range(world_size):
             receiving, sending = context.Pipe(duplex=False)
             process = context.Process(
-                target=_run_rank, args=(sending, f"{folder}/store", rank, world_size, function, args), daemon=True
+                target=_run_rank,
+                args=(sending, f"{folder}/store", rank, world_size, function, args),
+                daemon=not with_workers,
             )
             process.start()
             sending.close()

@@ -16,9 +16,20 @@ from samerun.catalog import load_catalog
 from samerun.cli.audit import command
 from samerun.core.batch import deal
 from samerun.core.idset import add_ids_digests, ids_digest
-from samerun.core.order import GlobalOrder
-from samerun.core.orders import DistributedSamplerOrder, KeyedOrder, MegatronCyclicOrder
+from samerun.core.order import ExplicitOrder, GlobalOrder
+from samerun.core.orders import (
+    DistributedSamplerOrder,
+    KeyedOrder,
+    MegatronCyclicOrder,
+    RangeOrder,
+    RemainderOrder,
+    ShardRange,
+    order_spec,
+)
+from samerun.core.packing import PackedOrder
 from samerun.core.progress import Committed, after, next_update, replica_ids
+from samerun.core.tokens import MeasuredSamples
+from samerun.errors import UsageError
 from samerun.trace import TraceWriter, read_trace
 from samerun.verify.audit_runs import audit_runs, check_runs
 
@@ -109,6 +120,42 @@ def test_a_replay_at_the_seam_is_named_with_its_ids(tmp_path: Path) -> None:
     assert run([tmp_path / "a", tmp_path / "b"])[1]["bound"] == 12  # ids among themselves tell as much
     code, body, _ = run([tmp_path / "a", tmp_path / "b"], "--order", TEXT, "--replay-bound", "12")
     assert (code, body["exactly_once"]) == (0, False)
+
+
+SHARDS = {"a": 20, "b": 3, "c": 30}
+BY_DOCUMENT: dict[str, GlobalOrder] = {
+    "shards": RangeOrder(SHARDS, [ShardRange("a", 4, 20), ShardRange("c", 0, 30)], lanes=2, seed=3),
+    "packed": PackedOrder(KeyedOrder(60, 1), [1 + place % 5 for place in range(60)], 7),
+    "measured": MeasuredSamples(KeyedOrder(60, 1), [1 + place % 5 for place in range(60)]),
+    "remainder": RemainderOrder(MegatronCyclicOrder(53, 2, 3), 0, MegatronCyclicOrder(53, 2, 4).ids(0, 0, 16)),
+    "explicit": ExplicitOrder(range(40, 0, -1), range(50)),
+}
+
+
+@pytest.mark.parametrize("kind", BY_DOCUMENT)
+def test_orders_from_a_file(tmp_path: Path, kind: str) -> None:
+    order = BY_DOCUMENT[kind]
+    (tmp_path / "order.json").write_text(json.dumps(order_spec(order)))
+    starts = [updates(order, 5 * n, 5 * n + 6, replicas) for n, replicas in enumerate((4, 3, 5, 2))]
+    paths = [write(tmp_path / f"start-{n}", what) for n, what in enumerate(starts)]
+    code, body, _ = run(paths, "--order", str(tmp_path / "order.json"))
+    assert (code, body["exactly_once"], body["updates"]) == (0, True, 21)
+    assert body["order"] == order.identity()
+    starts[0][2][1][0][0] = starts[0][0][1][0][0]  # one sample of the first update comes again in the third
+    again = write(tmp_path / "again", starts[0])
+    code, body, codes = run([again], "--order", str(tmp_path / "order.json"))
+    assert (code, body["bound"]) == (1, 1)
+    assert {"SR-SAMPLE-REPLAYED", "SR-SAMPLE-OMITTED"} <= set(codes)
+
+
+@pytest.mark.parametrize("text", ["{", '"keyed"', '{"kind": "cards"}', None])
+def test_files_of_no_order(tmp_path: Path, text: str | None) -> None:
+    path, trace = tmp_path / "order.json", write(tmp_path / "trace", updates(ORDER, 0, 2, 2))
+    if text is not None:
+        path.write_text(text)
+    done = CliRunner().invoke(command, [str(trace), "--order", str(path)])
+    assert isinstance(done.exception, UsageError)
+    assert {problem.code for problem in done.exception.problems} == {"SR-ORDER-TEXT"}
 
 
 def test_samples_passed_over_are_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from samerun.catalog import load_catalog
 from samerun.core.batch import deal
-from samerun.core.order import GlobalOrder, SequentialOrder
+from samerun.core.order import ExplicitOrder, GlobalOrder, SequentialOrder
 from samerun.core.orders import (
     AccelerateOrder,
     DistributedSamplerOrder,
@@ -29,6 +29,8 @@ from samerun.core.orders import (
     ShardRange,
     compare_switch,
     order_from_identity,
+    order_from_spec,
+    order_spec,
     parse_order,
     remaining_ranges,
     stateful_position,
@@ -36,7 +38,9 @@ from samerun.core.orders import (
 from samerun.core.orders.accelerate import check_skip
 from samerun.core.orders.megatron import check_cyclic
 from samerun.core.orders.shards import check_cursors
+from samerun.core.packing import PackedOrder
 from samerun.core.progress import Committed, after, next_update, replica_ids
+from samerun.core.tokens import MeasuredSamples
 from samerun.errors import FormatError, UsageError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "order"
@@ -241,6 +245,57 @@ def test_orders_from_text() -> None:
         with pytest.raises(UsageError) as caught:
             parse_order(text)
         assert [p.code for p in caught.value.problems] == ["SR-ORDER-TEXT"] * count, text
+
+
+DOCUMENTS = [
+    *(order for order in ORDERS if getattr(order, "seeds", ()) == ()),
+    SequentialOrder(7),
+    AccelerateOrder(SequentialOrder(9), 3, 3, split_batches=True, even_batches=False),
+    DistributedSamplerOrder(9, 2, False, True, 4, 2),
+    MegatronCyclicOrder(53, 2, 3, False),
+    ExplicitOrder([3, 1, 2], [1, 2, 3]),
+    RangeOrder({"a": 20, "b": 3}, [ShardRange("a", 4, 20)], epoch=1),
+    PackedOrder(KeyedOrder(9, 1), [3, 1, 2, 5, 5, 1, 1, 4, 2], 6),
+    MeasuredSamples(RandomSamplerOrder.reseeded(4, 1), [3, 1, 2, 5]),
+    RemainderOrder(MegatronCyclicOrder(53, 2, 3), 1, MegatronCyclicOrder(53, 2, 2).ids(1, 0, 8)),
+]
+
+
+@pytest.mark.parametrize("order", DOCUMENTS, ids=lambda order: type(order).__name__)
+def test_orders_as_documents(order: GlobalOrder) -> None:
+    back = order_from_spec(json.loads(json.dumps(order_spec(order))))
+    assert back.identity() == order.identity()
+    for epoch in (0, 1, 2):
+        assert whole(back, epoch) == whole(order, epoch)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        None,
+        [],
+        {"kind": "cards"},
+        {"kind": "explicit"},
+        {"kind": "explicit", "epochs": []},
+        {"kind": "explicit", "epochs": [["a"]]},
+        {"kind": "packed", "base": "keyed", "lengths": [1], "capacity": 2},
+        {"kind": "packed", "base": "keyed:samples=1", "lengths": [3], "capacity": 2},
+        {"kind": "measured", "base": "keyed:samples=1", "lengths": [3], "capacity": 2},
+        {"kind": "shards", "lengths": {"a": 3}, "ranges": [["a", 1, 4]], "epoch": 0, "lanes": 1, "seed": None},
+        {"kind": "shards", "lengths": {"a": 3}, "ranges": [["b", 1, 2]], "epoch": 0, "lanes": 1, "seed": None},
+        {"kind": "shards", "lengths": [3], "ranges": None, "epoch": 0, "lanes": 1, "seed": None},
+    ],
+)
+def test_documents_of_no_order(spec: object) -> None:
+    with pytest.raises(UsageError) as caught:
+        order_from_spec(spec)
+    assert {problem.code for problem in caught.value.problems} == {"SR-ORDER-TEXT"}
+
+
+def test_orders_without_a_document() -> None:
+    for order in (RandomSamplerOrder(5, (1, 2)), DistributedSamplerOrder(5, frozen_epoch=True)):
+        with pytest.raises(UsageError, match="SR-ORDER-TEXT"):
+            order_spec(order)
 
 
 class TestShards:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from samerun.catalog import load_catalog
-from samerun.core.batch import Dealing, deal
+from samerun.core.batch import Dealing, RampUp, deal
 from samerun.core.mesh import Layout
 from samerun.core.order import ExplicitOrder, GlobalOrder
 from samerun.core.progress import LastBatch, check_phase
@@ -197,6 +198,45 @@ class TestMoves:
             assert sorted(itertools.chain(*(part.update_ids().tolist() for part in parts))) == sorted(expected)
             for part in parts:
                 part.commit()
+
+
+class TestRamp:
+    RAMP = RampUp(start=4, increment=3, over_samples=60, final=13)
+
+    @pytest.mark.parametrize("last", LAST)
+    def test_a_growing_batch_is_the_same_run_on_any_ranks(self, last: LastBatch) -> None:
+        """4 -> 3 -> 5 -> 2 after every update: the ramp follows committed samples, as Megatron's does."""
+        state: dict[str, Any] | None = None
+        sizes: list[int] = []
+        seen: list[int] = []
+        for replicas in itertools.islice(itertools.cycle([4, 3, 5, 2]), 14):
+            parts = samplers(200, replicas, 13, 2, last_batch=last, ramp=self.RAMP)
+            for part in parts:
+                if state is not None:
+                    part.load_state_dict(state)
+            loaders = [DataLoader(Squares(200), batch_sampler=part, collate_fn=collate) for part in parts]
+            dealt = [[m.batch for m in next(part.updates(loader))] for part, loader in zip(parts, loaders, strict=True)]
+            ids = [sample for passes in dealt for batch in passes for sample, _ in batch]
+            assert sorted(ids) == sorted(parts[0].global_ids().tolist())
+            assert [len(part) for part in parts] == [len(list(part)) for part in parts]
+            sizes.append(len(ids))
+            seen += ids
+            for part in parts:
+                part.commit()
+            state = parts[0].state_dict()
+            here = samplers(200, 1, 13, 2, last_batch=last, ramp=self.RAMP)[0]
+            assert replace(here.seek(len(sizes)), tokens=None) == replace(parts[0].committed, tokens=None)
+        assert (sum(sizes), set(sizes)) == (self.RAMP.samples_after(14), {4, 7, 10, 13})
+        assert sorted(seen) == sorted(samplers(200, 1, 13, 2)[0].order.ids(0, 0, len(seen)).tolist())
+
+    def test_what_does_not_fit_a_ramp(self) -> None:
+        with pytest.raises(UsageError, match=r"SR-ORDER-INVALID.*ramp"):
+            samplers(200, 2, 12, 2, ramp=self.RAMP)
+        part = samplers(200, 2, 13, 2, ramp=self.RAMP, last_batch="carry")[0]
+        with pytest.raises(UsageError, match=r"SR-ORDER-INVALID.*growing"):
+            part.endless()
+        part.seek(12)
+        assert part.endless() is not None
 
 
 class Squares(torch.utils.data.Dataset[tuple[int, int]]):

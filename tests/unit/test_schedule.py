@@ -20,12 +20,13 @@ from torch.optim import lr_scheduler as lrs
 from samerun.catalog import load_catalog
 from samerun.cli.batch import command as batch
 from samerun.core.batch import RampUp, check_ramp, cost_of, deal_tokens, plan_batch
+from samerun.core.progress import Committed, Span, UpdateSpan, after
 from samerun.core.schedule import check_rates, parse_schedule, stride_of
 from samerun.core.state import LogicalState, ParamGroup
 from samerun.errors import UsageError
 from samerun.plan.batch import LearningRatePlan
 from samerun.plan.schedule import PlannedRates, plan_rates
-from samerun.train.schedule import next_rates
+from samerun.train.schedule import CommittedLR, next_rates
 
 Make = Callable[[torch.optim.Optimizer], Any]
 
@@ -109,6 +110,28 @@ def test_the_next_twenty_rates_are_those_that_torch_uses(name: str, done: int) -
         assert [p.code for p in check_rates(late, real, first_update=done + 1)] == ["SR-SCHEDULE-RATE"]
 
 
+HORIZONS = {
+    "step": None,
+    "multistep": 5,
+    "constant": 4,
+    "linear warm-up": 7,
+    "exponential": None,
+    "polynomial": 20,
+    "cosine": 30,
+    "restarts": None,
+    "one cycle": 40,
+    "warm-up and cosine": 30,
+    "warm-up, stable, decay": 19,
+}
+
+
+@pytest.mark.parametrize("name", HORIZONS)
+def test_where_a_schedule_ends(name: str) -> None:
+    optimizer, scheduler = build(SCHEDULERS[name])
+    schedule = parse_schedule(scheduler.state_dict(), [dict(group) for group in optimizer.param_groups])
+    assert schedule.horizon == HORIZONS[name]
+
+
 def test_what_is_not_in_the_checkpoint_is_refused() -> None:
     _, plateau = build(lrs.ReduceLROnPlateau)
     for state in (plateau.state_dict(), {}, {"last_epoch": 3}, {"last_epoch": 3, "base_lrs": [1.0]}):
@@ -120,6 +143,37 @@ def test_what_is_not_in_the_checkpoint_is_refused() -> None:
     assert {"SR-SCHEDULE-UNKNOWN", "SR-SCHEDULE-RATE", "SR-BATCH-RAMP"} <= set(load_catalog())
 
 
+MEGATRON = json.loads((Path(__file__).parents[1] / "golden" / "order" / "megatron_schedule.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "case", MEGATRON, ids=lambda c: f"{c['state']['lr_decay_style']}-{c['state']['lr_warmup_steps']}"
+)
+def test_megatrons_schedule_counts_samples(case: dict[str, Any]) -> None:
+    """After the warm-up, whose first rate is in no checkpoint; at the update after each number of updates."""
+    batch, state = case["batch"], case["state"]
+    groups = tuple(ParamGroup(params=(), hyperparameters={**g, "lr": 0.0}) for g in case["groups"])
+    for done, at in enumerate(case["steps"][:25]):
+        saved = LogicalState(format="megatron", tensors={}, groups=groups, scheduler={**state, "num_steps": at})
+        found = plan_rates(saved, LearningRatePlan(), done + 1, old_batch=batch, new_batch=batch, count=5)
+        if state["lr_decay_style"] == "WSD" or at < state["lr_warmup_steps"]:
+            assert found.rates == ()
+            assert found.why_not
+            continue
+        assert found.kind == "OptimizerParamScheduler"
+        assert check_rates(found.rates, case["rates"][done : done + 5], first_update=done + 1, rtol=1e-12) == []
+        if state["lr_decay_style"] in ("linear", "cosine") and 0 < at < 150:
+            late = plan_rates(saved, LearningRatePlan(), done + 1, old_batch=batch, new_batch=batch + 1, count=5)
+            assert late.rates == found.rates  # kept by updates
+            more = plan_rates(
+                saved, LearningRatePlan(), done + 1, old_batch=batch, new_batch=batch + 1, progress="samples", count=5
+            )
+            assert check_rates(more.rates, case["rates"][done : done + 5], first_update=done + 1) != []
+    odd = [{"lr_mult": 0.5}]
+    with pytest.raises(UsageError, match="SR-SCHEDULE-UNKNOWN"):
+        parse_schedule({**state, "lr_decay_style": "cosine"}, odd)
+
+
 def test_a_schedule_by_samples_and_a_policy() -> None:
     """At twice the batch, a schedule by samples is at the same rate after half the updates; linear doubles it."""
     optimizer, scheduler = build(SCHEDULERS["cosine"])
@@ -129,6 +183,52 @@ def test_a_schedule_by_samples_and_a_policy() -> None:
     by_samples = schedule.next_rates(10, stride=stride_of("samples", 32, 64), factor=2.0)
     assert by_samples == tuple(tuple(2 * rate for rate in by_updates[2 * n]) for n in range(10))
     assert schedule.next_rates(3, stride=stride_of("updates", 32, 64)) == by_updates[:3]
+
+
+class TestCommitted:
+    def start(self, **more: Any) -> tuple[torch.optim.Optimizer, CommittedLR]:
+        optimizer, scheduler = build(SCHEDULERS["cosine"])
+        run(optimizer, scheduler, 4)
+        given = {"unit": "samples", "per": 32, "begin": Committed(update=4, samples=128), "position": 4, **more}
+        return optimizer, CommittedLR(optimizer, parse_schedule(scheduler.state_dict()).rates, **given)
+
+    @pytest.mark.parametrize("batch", [32, 64, 30])
+    def test_by_samples_it_uses_the_rates_that_the_plan_prints(self, batch: int) -> None:
+        """Saved and loaded between any two updates, with another batch from here on."""
+        saved, scheduler = build(SCHEDULERS["cosine"])
+        run(saved, scheduler, 4)
+        stride = stride_of("samples", 32, batch)
+        planned = parse_schedule(scheduler.state_dict()).next_rates(12, stride=stride)
+        _, schedule = self.start()
+        at, used = Committed(update=4, samples=128), []
+        for _ in range(12):
+            used.append(schedule.get_last_lr())
+            at = after(at, UpdateSpan((Span(0, 0, batch),)))
+            schedule.follow(at)
+            state = json.loads(json.dumps(schedule.state_dict()))
+            _, schedule = self.start()
+            schedule.load_state_dict(state)
+        assert check_rates(planned, used, first_update=5) == []
+
+    def test_a_skipped_update_advances_samples_and_not_updates(self) -> None:
+        moved = {}
+        for unit in ("updates", "samples", "tokens"):
+            _, schedule = self.start(unit=unit, per=1, begin=Committed(), position=0)
+            schedule.follow(after(Committed(), UpdateSpan((Span(0, 0, 5),)), tokens=70, skipped=True))
+            moved[unit] = schedule.position
+        assert moved == {"updates": 0, "samples": 5, "tokens": 70}
+
+    def test_what_cannot_be_followed(self) -> None:
+        uncounted = Committed(tokens=None)
+        for wrong in ({"unit": "hours"}, {"per": 0}, {"unit": "tokens", "begin": uncounted}):
+            with pytest.raises(UsageError, match="SR-SCHEDULE-FOLLOW"):
+                self.start(**wrong)
+        optimizer, schedule = self.start()
+        with pytest.raises(UsageError, match="SR-SCHEDULE-FOLLOW"):
+            schedule.load_state_dict({**schedule.state_dict(), "unit": "updates"})
+        with pytest.raises(UsageError, match="SR-SCHEDULE-FOLLOW"):
+            CommittedLR(optimizer, lambda at: [0.1], unit="updates")
+        assert "SR-SCHEDULE-FOLLOW" in load_catalog()
 
 
 class TestRamp:

@@ -155,31 +155,41 @@ def test_the_seed_that_a_random_sampler_takes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torchdata's own
+@pytest.mark.parametrize("kind", ["map", "iterable"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_inside_torchdatas_stateful_loader(workers: int) -> None:
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-    seen: list[int] = []
+def test_inside_torchdatas_stateful_loader(workers: int, kind: str) -> None:
+    """4 -> 3 -> 5 -> 2, saved after every update, over an epoch's end."""
+    build = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def loader_of(sampler: ElasticSampler) -> Any:
+        if kind == "iterable":
+            stream = ElasticStream(sampler, open_shard, max_skip=2)
+            return build(stream, batch_size=None, num_workers=workers, collate_fn=as_list)
+        return build(range(24), batch_sampler=sampler, num_workers=workers, collate_fn=as_list)
+
+    seen: list[Any] = []
     state: Any = None
-    for replicas, until in ((3, 4), (2, 9)):
+    for number, replicas in zip(range(1, 8), itertools.cycle([4, 3, 5, 2]), strict=False):
         parts = [
-            ElasticSampler(25, global_batch=6, replicas=replicas, replica=r, max_microbatch=2) for r in range(replicas)
+            ElasticSampler(ORDER, global_batch=5, replicas=replicas, replica=r, max_microbatch=2)
+            for r in range(replicas)
         ]
         for part in parts:
             if state is not None:
                 part.load_state_dict(state)
-        build = stateful.StatefulDataLoader
-        streams = [
-            part.updates(build(range(25), batch_sampler=part, num_workers=workers, collate_fn=as_list), until=until)
-            for part in parts
-        ]
-        for updates in zip(*streams, strict=True):
-            dealt = [sample for update in updates for microbatch in update for sample in microbatch.batch]
-            assert sorted(dealt) == sorted(parts[0].global_ids().tolist())
-            seen += dealt
-            for part in parts:
-                part.commit()
+        streams = [part.updates(loader_of(part), until=number) for part in parts]
+        updates = [next(stream) for stream in streams]
+        dealt = [sample for update in updates for microbatch in update for sample in microbatch.batch]
+        wanted = parts[0].global_ids()
+        assert sorted(dealt) == sorted(ORDER.locate(wanted) if kind == "iterable" else wanted.tolist())
+        seen += dealt
+        for part in parts:
+            part.commit()
         state = parts[0].state_dict()
-    assert sorted(seen[:25]) == list(range(25))
+        del streams, updates
+    first = ORDER.ids(0, 0, 24)
+    assert sorted(seen[:24]) == sorted(ORDER.locate(first) if kind == "iterable" else first.tolist())
+    assert len(seen) == 24 + 2 * 5
 
 
 def test_a_loader_that_accelerate_prepared_is_refused() -> None:

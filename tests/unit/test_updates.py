@@ -11,6 +11,7 @@ import pytest
 from samerun.core.dtype import parse_dtype
 from samerun.errors import Problem, Severity
 from samerun.manifest.models import Tolerances
+from samerun.plan.schedule import PlannedRates
 from samerun.verify.bands import Controls, check_controls, complete_reference, plan_bands, split_bands
 from samerun.verify.observed import Observed
 from samerun.verify.updates import WindowPlan, check_end, compare_window
@@ -104,6 +105,29 @@ def test_declared_schedules_are_compared_as_declared() -> None:
     assert codes(make_observed(*halved), make_plan(rate_factor=None)) == []
     assert codes(make_observed(*halved), make_plan(rate_bound=0.6)) == []
     assert codes(make_observed(*halved), make_plan(rate_bound=0.4)) == ["SR-UPD-LR"]
+
+
+def test_rates_that_the_plan_printed_are_kept_without_a_control() -> None:
+    """Both jobs of a script with another horizon agree with each other, and not with the checkpoint."""
+    rates = tuple(make_update(i).lr for i in range(FIRST, FIRST + COUNT))
+    planned = PlannedRates(first_update=FIRST, kind="CosineAnnealingLR", rates=rates)
+    late = replace(planned, rates=(*rates[:7], *(tuple(1.01 * rate for rate in row) for row in rates[7:])))
+    for samples in (1.0, None):  # None: the schedule follows samples, and the control's rates are not the candidate's
+        plan = make_plan(planned_rates=planned, rate_factor=samples)
+        assert codes(make_observed(), plan) == []
+        found = problems(make_observed(), replace(plan, planned_rates=late))
+        assert [(problem.code, problem.where["update"]) for problem in found] == [("SR-SCHEDULE-RATE", FIRST + 7)]
+    assert codes(make_observed(), make_plan(planned_rates=late, rate_bound=0.02)) == []
+    first = make_plan(stage="update", num_updates=1, window_updates=COUNT, planned_rates=late, boundaries=())
+    assert codes(make_observed(), first) == []
+    joined = replace(planned, rates=tuple(row + row[:1] for row in rates))  # three groups, two of them alike
+    assert codes(make_observed(), make_plan(planned_rates=joined)) == []
+    other = replace(planned, rates=tuple((*row, 7.0) for row in rates))
+    assert codes(make_observed(), make_plan(planned_rates=other)) == ["SR-SCHEDULE-RATE"]
+    unsaved = replace(late, kind="constant")  # a script may compute its rates from the update's index
+    unknown = PlannedRates(first_update=FIRST, kind=None, why_not="LambdaLR")
+    for silent in (unsaved, unknown):
+        assert codes(make_observed(), make_plan(planned_rates=silent)) == []
 
 
 @pytest.mark.parametrize("changes", [{"loss": math.nan}, {"grad_norm": math.inf}, {"finite": False}])

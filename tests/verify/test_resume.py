@@ -241,6 +241,17 @@ def test_generators_are_counted_per_rank():
     assert "SR-RNG-MISSING" in streams({}, 4)
 
 
+def test_a_position_saved_within_an_update_is_found():
+    sampler = {"update": 3, "epoch": 0, "samples_in_epoch": 24, "samples": 24, "tokens": None, "order": {"kind": "x"}}
+    for data in ({"sampler": sampler}, {"app": {"sampler": sampler}}, {f"s.{k}": v for k, v in sampler.items()}):
+        assert "SR-ORDER-PHASE" not in streams({}, 4, data)
+    for data in (
+        {"sampler": {**sampler, "passes_taken": 2}},
+        {"app": {"inner.sampler": {**sampler, "passes_taken": 1}}},
+    ):
+        assert "SR-ORDER-PHASE" in streams({}, 4, data)
+
+
 def test_loader_positions_per_rank_need_a_global_count():
     loaders = {"dataloader": {"dp_rank_0": {}, "dp_rank_1": {}, "world_size": 2}}
     assert "SR-DATA-PERRANK" in streams({"rng": 0}, 2, loaders)

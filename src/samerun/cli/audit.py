@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @click.command(name="audit")
 @click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--order", "order_text", help="The global order, such as distributed:samples=1000,seed=0,replicas=4.")
+@click.option("--order", "order_text", help="The global order, such as keyed:samples=1000,seed=0, or a JSON file.")
 @click.option("--from-sample", type=click.IntRange(min=0), help="Samples consumed before the first recorded update.")
 @click.option(
     "--last-batch",
@@ -64,12 +64,14 @@ def command(
                            split, dispatch (false), even (true), drop_last
       megatron-sequential  samples, micro (1), dp (1), drop_last (true)
       megatron-cyclic      samples, micro, dp, sharding (true)
+
+    Shards, packed rows, remainders and lists of ids do not fit on a command line. `order_spec(order)` in the job gives
+    such an order as a document; write it to a file whose name ends with .json, and name that.
     """
-    from samerun.core.orders import parse_order
     from samerun.trace import check_trace, read_trace
     from samerun.verify.audit_runs import audit_runs, check_runs
 
-    order = parse_order(order_text) if order_text else None
+    order = _order(order_text) if order_text else None
     found = [read_trace(path) for path in traces]
     begin = _begin(found, order, from_sample, last_batch) if order is not None else None
     audit = audit_runs(found, order, begin=begin, last_batch=last_batch)
@@ -83,6 +85,23 @@ def command(
         _print(found, audit, order)
         print_problems(problems)
     raise SystemExit(exit_code(problems))
+
+
+def _order(text: str) -> GlobalOrder:
+    """Reads an order from its text, or from the file that the text names."""
+    import json
+
+    from samerun.core.orders import order_from_spec
+    from samerun.errors import Problem, UsageError
+
+    if not text.endswith(".json"):
+        return order_from_spec(text)
+    try:
+        return order_from_spec(json.loads(Path(text).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        hint = "json.dump(order_spec(order), file) writes such a file"
+        problem = Problem("SR-ORDER-TEXT", f"the order's file cannot be read: {error}", where={"file": text}, hint=hint)
+        raise UsageError(problem) from None
 
 
 _NAMED_HERE = frozenset({"SR-TRACE-OVERLAP", "SR-TRACE-OPEN", "SR-TRACE-NONFINITE"})

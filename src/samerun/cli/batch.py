@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,7 +91,7 @@ def command(
     print_equation(global_batch, count, max_microbatch, unit, equation)
     print_options(options, unit)
     if asked:
-        _print_costs(options, costs)
+        print_costs(options, costs)
     if tokens is not None:
         used = tokens.utilisation(max_microbatch)
         click.echo(
@@ -107,7 +108,8 @@ def _read_lengths(file: Path) -> list[int]:
     return list(map(int, words))
 
 
-def _print_costs(options: tuple[BatchOption, ...], costs: list[OptionCost]) -> None:
+def print_costs(options: Sequence[BatchOption], costs: Sequence[OptionCost]) -> None:
+    """Prints what intervals mean under each option."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -113,6 +113,10 @@ def _facts(report: InspectReport, *, deep: bool) -> Iterator[tuple[str, str]]:
     yield "intact", _intact(report.intact, report.checksums, deep=deep)
     if report.checksums is not None:
         yield "checksums", _checksums(report.checksums, report.intact)
+    if state.rng:
+        from samerun.verify.generators import describe_generators, saved_generators
+
+        yield "randomness", describe_generators(saved_generators(state))
     resumable = report.resumable
     lack = f"; lacks {', '.join(resumable.lack)}" if resumable.lack else ""
     yield "resumable", f"{_verdict(resumable.verdict)}  has {', '.join(resumable.have) or 'nothing'}{lack}"

@@ -87,13 +87,13 @@ def _plan(document: Document, state: LogicalState | None, output: Path | None, a
 
         write_atomic(output, json.dumps(plan.to_json(), indent=1) + "\n")
     problems = place_problems(document, plan.problems)
-    rates = _rates(document, state, plan)
     if as_json:
-        body = {**plan.to_json(), "decided": True, "questions": [], "next_rates": rates.to_json()}
+        body = {**plan.to_json(), "decided": True, "questions": []}
         emit_json("plan", body | {"problems": [problem.to_json() for problem in problems]})
     else:
         _print_plan(document, plan)
-        _print_rates(rates)
+        if plan.next_rates is not None:
+            _print_rates(plan.next_rates)
         print_problems(problems)
         click.echo(f"\nnext: samerun run {document.name}")
     return 0
@@ -155,6 +155,8 @@ def _preview(document: Document, state: LogicalState | None) -> tuple[tuple[Batc
 
 
 def _print_plan(document: Document, plan: MigrationPlan) -> None:
+    from samerun.cli.batch import print_costs
+
     checkpoint = plan.checkpoint
     click.echo(f"{document.value('run.name')}: {plan.label}")
     click.echo(f"  checkpoint   {checkpoint.path} ({checkpoint.format}), update {plan.first_update - 1}")
@@ -166,22 +168,18 @@ def _print_plan(document: Document, plan: MigrationPlan) -> None:
     _heading("Batch options")
     listed = plan.options if plan.batch in plan.options else (*plan.options, plan.batch)
     _print_batch(document, listed, plan.batch)
+    if plan.costs:
+        print_costs(plan.options, plan.costs[: len(plan.options)])
     _heading("Memory per rank, before activations")
     _print_memory(plan.memory)
     _heading("Decisions")
     _print_decisions(plan.decisions)
 
 
-def _rates(document: Document, state: LogicalState, plan: MigrationPlan) -> PlannedRates:
-    from samerun.plan.schedule import plan_rates
-
-    old = document.value("batch.global_batch")
-    batch = plan.batch.global_batch
-    return plan_rates(state, plan.learning_rate, plan.first_update, old_batch=old, new_batch=batch)
-
-
 def _print_rates(rates: PlannedRates) -> None:
     _heading(f"Learning rate at the next updates ({rates.kind})" if rates.kind else "Learning rate at the next updates")
+    if rates.kind == "constant":
+        click.echo("  no schedule was saved; these stay unless the script sets others")
     if rates.why_not:
         click.echo(f"  not known: {rates.why_not}")
         return

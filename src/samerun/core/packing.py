@@ -48,6 +48,11 @@ class PackedOrder:
         for name, value in (("base", base), ("lengths", counts), ("capacity", capacity), ("_rows", {})):
             object.__setattr__(self, name, value)
 
+    @property
+    def longest(self) -> int:
+        """No row has more valid tokens than this."""
+        return self.capacity
+
     def num_samples(self, epoch: int) -> int:
         """Returns the number of rows of an epoch."""
         return len(self._epoch(epoch)[1]) - 1
@@ -65,7 +70,12 @@ class PackedOrder:
 
     def row_tokens(self, rows: Iterable[int]) -> int:
         """Returns the valid tokens of some rows: what `ContributionMean` counts and `commit(tokens=...)` is told."""
-        return sum(int(self.lengths[self.members(row)].sum()) for row in rows)
+        return int(self.tokens(np.fromiter(rows, dtype=np.int64)).sum())
+
+    def tokens(self, ids: Ids) -> Ids:
+        """Returns the valid tokens of each row."""
+        counts = [int(self.lengths[self.members(row)].sum()) for row in ids.tolist()]
+        return np.array(counts, dtype=np.int64)
 
     def identity(self) -> dict[str, Any]:
         """Returns the base order's identity, the capacity, and a SHA-256 over the lengths."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from samerun.core.batch import Dealing
+from samerun.core.batch import Dealing, RampUp
 from samerun.core.order import GlobalOrder, Ids
 from samerun.errors import FormatError, Problem, Severity
 
@@ -164,14 +164,26 @@ def after(at: Committed, update: UpdateSpan, *, tokens: int | None = None, skipp
     )
 
 
-def seek(order: GlobalOrder, num_updates: int, global_batch: int, last_batch: LastBatch = "keep") -> Committed:
+def seek(
+    order: GlobalOrder,
+    num_updates: int,
+    global_batch: int,
+    last_batch: LastBatch = "keep",
+    *,
+    ramp: RampUp | None = None,
+) -> Committed:
     """Returns the coordinate of a run after its first `num_updates` updates, none of them skipped.
 
-    For checkpoints that tell the update and nothing else: the batch must have been the same all along. `tokens` is
-    unknown (None) unless nothing was consumed. Costs a step per epoch, not per update.
+    For checkpoints that tell the update and nothing else: the batch must have been the same all along, but for a
+    `ramp` that grew to it. `tokens` is unknown (None) unless nothing was consumed. Costs a step per epoch, and per
+    update of the ramp.
     """
     at = Committed()
     while at.update < num_updates:
+        batch = global_batch if ramp is None else ramp.batch_at(at.samples)
+        if batch != global_batch:
+            at = after(at, next_update(order, at, batch, last_batch))
+            continue
         whole = _whole_updates(order, at, global_batch, num_updates - at.update)
         if whole > 1:
             taken = whole * global_batch

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from samerun.errors import Problem, UsageError
 
 Progress = Literal["updates", "samples"]
+MEGATRON = "OptimizerParamScheduler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class Schedule:
     """One scheduler's state as a formula. `kind` names torch's class, `arguments` what its formula needs.
 
     `base` are the base rates by parameter group; `parts` and `milestones` belong to `SequentialLR`, `phases` to
-    `OneCycleLR`. `position` is `last_epoch`: how often it was stepped.
+    `OneCycleLR`. `position` is `last_epoch`: how often it was stepped. `unit` is what a step counts: updates,
+    or samples for Megatron's.
     """
 
     kind: str
@@ -37,13 +39,31 @@ class Schedule:
     parts: tuple[Schedule, ...] = ()
     milestones: tuple[int, ...] = ()
     peaks: tuple[tuple[float, float, float], ...] = ()
+    unit: Progress = "updates"
     phases: tuple[tuple[float, str, str], ...] = ()
+
+    @property
+    def horizon(self) -> int | None:
+        """After how many steps the schedule has run its course, or None for one that never does (step, exponential)."""
+        if self.kind == "SequentialLR":
+            last = self.parts[-1].horizon
+            return None if last is None else self.milestones[-1] + last
+        if self.kind == MEGATRON:
+            return int(self.arguments["decay"])
+        if self.kind == "OneCycleLR":
+            return int(self.phases[-1][0]) + 1
+        if self.kind == "MultiStepLR":
+            return max((mark for mark, _ in self.arguments["marks"]), default=0)
+        length = self.arguments.get({"CosineAnnealingLR": "T_max"}.get(self.kind, "total_iters"))
+        return None if length is None else int(length)
 
     def rates(self, position: float) -> tuple[float, ...]:
         """Returns the rate of every group at `position` steps (0: before the first). Fractions lie in between."""
         if self.kind == "SequentialLR":
             index = bisect_right(self.milestones, position)
             return self.parts[index].rates(position - (self.milestones[index - 1] if index else 0))
+        if self.kind == MEGATRON:
+            return tuple(_megatron(high, low, position, self.arguments) for high, low, _ in self.peaks)
         if self.kind == "OneCycleLR":
             return tuple(
                 self._one_cycle(dict(zip(("initial_lr", "max_lr", "min_lr"), p, strict=True)), position)
@@ -156,6 +176,8 @@ def parse_schedule(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
     Raises:
         UsageError: SR-SCHEDULE-UNKNOWN where the rates are not in the checkpoint: plateau, lambdas, and other classes.
     """
+    if "lr_decay_style" in state and "num_steps" in state:
+        return _read_megatron(state, groups)
     position = state.get("last_epoch")
     if not isinstance(position, int):
         raise _unknown("it does not tell where it stands")
@@ -193,6 +215,38 @@ def _read_one_cycle(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
     return Schedule("OneCycleLR", tuple(p[0] for p in peaks), position, {"linear": linear}, peaks=peaks, phases=phases)
 
 
+def _read_megatron(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Schedule:
+    """megatron-core 0.16.1, `optimizer_param_scheduler.py`. It is stepped by the samples of each update."""
+    style, warm_up, position = str(state["lr_decay_style"]), int(state["lr_warmup_steps"]), int(state["num_steps"])
+    if style not in ("constant", "linear", "cosine", "inverse-square-root"):
+        raise _unknown(f"Megatron's {style} decay has parts that are not saved")
+    if any(group.get("lr_mult", 1.0) != 1.0 for group in groups):
+        raise _unknown("lr_mult means something in some versions of Megatron only")
+
+    def own(group: Mapping[str, Any], name: str) -> float:
+        return float(state[name] if group.get(name) is None else group[name])
+
+    peaks = tuple((own(group, "max_lr"), own(group, "min_lr"), 0.0) for group in groups or ({},))
+    given = {"style": style, "warm_up": warm_up, "decay": int(state["lr_decay_steps"])}
+    base = tuple(high for high, _, _ in peaks)
+    return Schedule(MEGATRON, base, position, given, peaks=peaks, unit="samples")
+
+
+def _megatron(high: float, low: float, at: float, given: Mapping[str, Any]) -> float:
+    style, warm_up, decay = given["style"], given["warm_up"], given["decay"]
+    if warm_up and at < warm_up:
+        raise ValueError("Megatron does not save the rate that its warm-up begins with")
+    if style == "constant" or (warm_up and at == warm_up):
+        return high
+    if at > decay:
+        return low
+    if style == "inverse-square-root":
+        return max(low, high * max(warm_up, 1) ** 0.5 / max(at, 1) ** 0.5)
+    ratio = (at - warm_up) / (decay - warm_up)
+    part = 1.0 - ratio if style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    return low + part * (high - low)
+
+
 def _unknown(why: str) -> UsageError:
     return UsageError(
         Problem(
@@ -213,10 +267,12 @@ def check_rates(
         found: what the job recorded for the same updates; fewer are compared as far as they go.
         first_update: index of the first.
         rtol: recursions and closed forms differ by rounding: 1e-6 leaves 1e10 steps of it in fp64.
+
+    Groups may stand in another order. Where one side has more groups (a job may split or join them), the rates that
+    occur must be the same.
     """
     for number, (wanted, got) in enumerate(zip(expected, found, strict=False)):
-        close = [math.isclose(a, b, rel_tol=rtol, abs_tol=1e-15) for a, b in zip(wanted, got, strict=False)]
-        if len(wanted) != len(got) or not all(close):
+        if not _rates_agree(wanted, got, rtol):
             return [
                 Problem(
                     "SR-SCHEDULE-RATE",
@@ -228,3 +284,12 @@ def check_rates(
                 )
             ]
     return []
+
+
+def _rates_agree(wanted: Sequence[float], got: Sequence[float], rtol: float) -> bool:
+    def close(a: float, b: float) -> bool:
+        return math.isclose(a, b, rel_tol=rtol, abs_tol=1e-15)
+
+    if len(wanted) == len(got):
+        return all(map(close, sorted(wanted), sorted(got)))
+    return all(any(close(a, b) for b in got) for a in wanted) and all(any(close(a, b) for a in wanted) for b in got)

@@ -139,6 +139,9 @@ class LearningRate(Section):
     value: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="The base rate, with policy value only."
     )
+    schedule: Literal["updates", "samples"] = Field(
+        "updates", description="What the schedule's position follows from now on: committed updates, or samples."
+    )
 
 
 class ChangedBatch(Section):

@@ -15,6 +15,7 @@ from samerun.core.batch import (
     plan_batch,
 )
 from samerun.core.mesh import Layout
+from samerun.core.schedule import Progress
 from samerun.errors import PlanError, Problem, UndecidedError
 from samerun.manifest.models import Batch, ChangedBatch, Source
 
@@ -23,16 +24,19 @@ from samerun.manifest.models import Batch, ChangedBatch, Source
 class LearningRatePlan:
     """What becomes of the learning rate: every group's rate times `factor`, or the base rate `value`.
 
-    `policy` is None where the batch stays as it is and nothing has to be decided.
+    `policy` is None where the batch stays as it is and nothing has to be decided. `schedule` says what the position in
+    the schedule follows: the updates that were made, or the samples that were committed.
     """
 
     policy: str | None = None
     factor: float | None = 1.0
     value: float | None = None
+    schedule: Progress = "updates"
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields."""
-        return {"policy": self.policy, "factor": self.factor, "value": self.value}
+        body = {"policy": self.policy, "factor": self.factor, "value": self.value}
+        return body if self.schedule == "updates" else {**body, "schedule": self.schedule}
 
 
 def list_options(batch: Batch, destination: Layout, source: Source | None = None) -> tuple[BatchOption, ...]:
@@ -134,9 +138,9 @@ def plan_learning_rate(batch: Batch) -> LearningRatePlan:
         return LearningRatePlan()
     rate = batch.changed.learning_rate
     if rate.policy == "value":
-        return LearningRatePlan(policy="value", factor=None, value=rate.value)
+        return LearningRatePlan(policy="value", factor=None, value=rate.value, schedule=rate.schedule)
     factor = learning_rate_factor(rate.policy, batch.global_batch, batch.changed.global_batch)
-    return LearningRatePlan(policy=rate.policy, factor=factor)
+    return LearningRatePlan(policy=rate.policy, factor=factor, schedule=rate.schedule)
 
 
 def effective_layout(destination: Layout, option: BatchOption) -> Layout:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from samerun.core.batch import BatchOption, Dealing, deal
+from samerun.core.batch import BatchOption, Dealing, OptionCost, deal
 from samerun.core.dtype import parse_dtype
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState
@@ -14,7 +14,9 @@ from samerun.errors import PlanError, Problem, SamerunError, Severity, Undecided
 from samerun.manifest.models import Bounded, Declare, Manifest
 from samerun.plan.batch import LearningRatePlan, choose_option, effective_layout, list_options, plan_learning_rate
 from samerun.plan.checks import check_manifest
+from samerun.plan.consequences import check_rates_known, plan_costs, plan_window_rates
 from samerun.plan.memory import MemoryEstimate, estimate_memory
+from samerun.plan.schedule import PlannedRates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +79,10 @@ class MigrationPlan:
 
     `batch` is the chosen option of `options`, dealt to the destination. `source_batch` deals the unchanged global batch
     to the source's replicas: that is what a control on the original layout runs. `first_update` is the index of the
-    first update after the checkpoint; the candidate runs `window_updates` of them. `problems` holds warnings and
-    notes only: with an error there is no plan.
+    first update after the checkpoint; the candidate runs `window_updates` of them, with `next_rates` as their learning
+    rates (None in plans that were sealed before these were planned). `costs` has what each of `options` costs, and at
+    last what `batch` does; empty in such plans. `problems` holds warnings and notes only: with an
+    error there is no plan.
     """
 
     manifest_sha256: str
@@ -93,6 +97,8 @@ class MigrationPlan:
     window_updates: int
     learning_rate: LearningRatePlan
     memory: MemoryEstimate
+    next_rates: PlannedRates | None = None
+    costs: tuple[OptionCost, ...] = ()
     decisions: tuple[Decision, ...] = ()
     problems: tuple[Problem, ...] = ()
 
@@ -114,7 +120,7 @@ class MigrationPlan:
             },
             "source": self.source.to_json(),
             "destination": self.destination.to_json(),
-            "batch": self.batch.to_json(),
+            "batch": _with_cost(self.batch, self.costs[-1:]),
             "source_batch": {
                 "global_batch": self.source_batch.global_batch,
                 "replicas": self.source_batch.replicas,
@@ -122,12 +128,13 @@ class MigrationPlan:
                 "max_microbatch": self.source_batch.max_microbatch,
                 "microbatches": self.source_batch.to_json(),
             },
-            "options": [option.to_json() for option in self.options],
+            "options": [_with_cost(option, self.costs[place : place + 1]) for place, option in enumerate(self.options)],
             "label": self.label,
             "first_update": self.first_update,
             "window_updates": self.window_updates,
             "learning_rate": self.learning_rate.to_json(),
             "memory": self.memory.to_json(),
+            **({"next_rates": self.next_rates.to_json()} if self.next_rates is not None else {}),
             "decisions": [decision.to_json() for decision in self.decisions],
             "problems": [problem.to_json() for problem in self.problems],
         }
@@ -147,14 +154,22 @@ class MigrationPlan:
             batch=BatchOption.from_json(body["batch"]),
             source_batch=Dealing.from_json(body["source_batch"]["microbatches"]),
             options=tuple(BatchOption.from_json(option) for option in body["options"]),
+            costs=tuple(
+                OptionCost(**option["cost"]) for option in (*body["options"], body["batch"]) if "cost" in option
+            ),
             label=body["label"],
             first_update=body["first_update"],
             window_updates=body["window_updates"],
             learning_rate=LearningRatePlan(**body["learning_rate"]),
             memory=MemoryEstimate.from_json(body["memory"]),
+            next_rates=PlannedRates.from_json(body["next_rates"]) if "next_rates" in body else None,
             decisions=tuple(Decision(**decision) for decision in body["decisions"]),
             problems=tuple(_problem_from_json(problem) for problem in body["problems"]),
         )
+
+
+def _with_cost(option: BatchOption, cost: Sequence[OptionCost]) -> dict[str, Any]:
+    return option.to_json() | ({"cost": cost[0].to_json()} if cost else {})
 
 
 def _problem_from_json(body: Mapping[str, Any]) -> Problem:
@@ -194,6 +209,8 @@ def plan_migration(manifest: Manifest, state: LogicalState) -> MigrationPlan:
     if has_errors(problems):
         raise _refusal(problems)
     source = manifest.source.layout.to_layout()
+    rate = plan_learning_rate(manifest.batch)
+    rates = plan_window_rates(manifest, state, rate, chosen)
     return MigrationPlan(
         manifest_sha256=manifest.sha256(),
         checkpoint=PlannedCheckpoint(path=manifest.run.checkpoint, format=manifest.run.format),
@@ -209,10 +226,12 @@ def plan_migration(manifest: Manifest, state: LogicalState) -> MigrationPlan:
         label=manifest.transition.label,
         first_update=manifest.progress.update + 1,
         window_updates=manifest.window.updates,
-        learning_rate=plan_learning_rate(manifest.batch),
+        learning_rate=rate,
         memory=memory,
+        next_rates=rates,
+        costs=tuple(plan_costs(manifest, state, (*options, chosen))),
         decisions=tuple(_decisions(manifest, chosen)),
-        problems=tuple(problems),
+        problems=(*problems, *check_rates_known(rate, rates)),
     )
 
 
@@ -275,6 +294,9 @@ def _decisions(manifest: Manifest, chosen: BatchOption) -> Iterator[Decision]:
         rate = plan_learning_rate(batch)
         text = f"base rate {rate.value}" if rate.factor is None else f"every rate times {rate.factor:g}"
         yield Decision("batch.changed.learning_rate", str(rate.policy), f"{text}: {batch.changed.reason}")
+        seen = batch.changed.global_batch / batch.global_batch
+        kept = f"each update is {seen:g} of its steps" if rate.schedule == "samples" else "each update is one step"
+        yield Decision("batch.changed.learning_rate.schedule", rate.schedule, f"position by {rate.schedule}: {kept}")
     label = "; ".join(filter(None, (_LABELS[transition.label], *_bounds(manifest), transition.reason)))
     yield Decision("transition.label", transition.label, label)
     for name in Declare.model_fields:
@@ -306,11 +328,13 @@ _FOLLOWS: tuple[tuple[str, Callable[[MigrationPlan], Any]], ...] = (
     ("batch", lambda plan: plan.batch),
     ("source_batch", lambda plan: plan.source_batch),
     ("options", lambda plan: plan.options),
+    ("costs", lambda plan: plan.costs),
     ("label", lambda plan: plan.label),
     ("first_update", lambda plan: plan.first_update),
     ("window_updates", lambda plan: plan.window_updates),
     ("learning_rate", lambda plan: plan.learning_rate),
     ("memory", lambda plan: plan.memory),
+    ("next_rates", lambda plan: plan.next_rates),
 )
 
 

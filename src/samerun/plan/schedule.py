@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from samerun.core.schedule import Progress, parse_schedule, stride_of
+from samerun.core.schedule import Progress, check_rates, parse_schedule, stride_of
 from samerun.core.state import LogicalState
-from samerun.errors import UsageError
+from samerun.errors import Problem, UsageError
 from samerun.plan.batch import LearningRatePlan
 
 NEXT_UPDATES = 20
+CONSTANT = "constant"
+"""The kind of a schedule that was not saved: the rates stay, unless the script computes them from something else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,12 @@ class PlannedRates:
         rates = [list(each) for each in self.rates]
         return {"first_update": self.first_update, "schedule": self.kind, "rates": rates, "why_not": self.why_not}
 
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Self:
+        """Reads `to_json` back."""
+        rates = tuple(tuple(each) for each in body["rates"])
+        return cls(first_update=body["first_update"], kind=body["schedule"], rates=rates, why_not=body["why_not"])
+
 
 def plan_rates(
     state: LogicalState,
@@ -43,8 +52,11 @@ def plan_rates(
 ) -> PlannedRates:
     """Returns the rates of the next `count` updates under a learning-rate policy.
 
-    A run without a scheduler keeps its groups' rates. With `progress="samples"` the schedule advances by new / old
-    batch per update. A policy that names a value sets the largest base rate to it and the others in proportion.
+    A run without a scheduler keeps its groups' rates, unless its script computes them: `CONSTANT` binds nobody. With
+    `progress="samples"` the schedule advances by new / old batch per update. A policy that names a value sets the
+    largest base rate to it and the others in proportion. A schedule that was stepped k times per update (Accelerate
+    steps once per process) goes on like that; one that was stepped otherwise (once per epoch) is not known; Megatron's
+    counts samples.
     """
     groups = [group.hyperparameters for group in state.groups]
     factor = 1.0 if policy.factor is None else policy.factor
@@ -55,15 +67,60 @@ def plan_rates(
         if not groups or any("lr" not in group for group in groups):
             return PlannedRates(first_update=first_update, kind=None, why_not="the checkpoint holds no learning rate")
         constant = tuple(float(group["lr"]) * factor for group in groups)
-        return PlannedRates(first_update=first_update, kind="constant", rates=(constant,) * count)
+        return PlannedRates(first_update=first_update, kind=CONSTANT, rates=(constant,) * count)
     try:
         schedule = parse_schedule(state.scheduler, groups)
-        rates = schedule.next_rates(count, stride=stride_of(progress, old_batch, new_batch), factor=factor)
-    except (UsageError, ValueError, TypeError, ZeroDivisionError) as error:
-        why = error.problems[0].message if isinstance(error, UsageError) else f"its state is unusable ({error})"
+        stride = stride_of(progress, old_batch, new_batch)
+        if schedule.unit == "samples":
+            stride *= old_batch
+        else:
+            stride *= _steps_per_update(schedule.position, first_update - 1)
+        rates = schedule.next_rates(count, stride=stride, factor=factor)
+    except (UsageError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+        why = error.problems[0].message if isinstance(error, UsageError) else f"its state does not tell ({error})"
         return PlannedRates(first_update=first_update, kind=None, why_not=why)
     return PlannedRates(first_update=first_update, kind=schedule.kind, rates=rates)
 
 
 def _rate(group: Any) -> float:
     return float(group.get("initial_lr", group.get("lr", 0.0)))
+
+
+def schedule_horizon(state: LogicalState, updates: int) -> int | None:
+    """Returns after how many updates the saved schedule has run its course; None if it never does, or does not tell."""
+    try:
+        groups = [group.hyperparameters for group in state.groups]
+        schedule = None if state.scheduler is None else parse_schedule(state.scheduler, groups)
+        if schedule is None or schedule.unit == "samples" or schedule.horizon is None:
+            return None
+        return schedule.horizon // _steps_per_update(schedule.position, updates)
+    except (UsageError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _steps_per_update(position: int, updates: int) -> int:
+    """Returns the whole number of steps that each update made."""
+    if not updates and not position:
+        return 1
+    if not updates or not position or position % updates:
+        raise ValueError(f"it was stepped {position} times in {updates} updates: when will it be again?")
+    return position // updates
+
+
+def check_planned_rates(
+    planned: PlannedRates | None, found: Mapping[int, Sequence[float]], *, bound: float = 0.0
+) -> list[Problem]:
+    """Returns SR-SCHEDULE-RATE for the first update that used other rates than the plan printed.
+
+    Args:
+        planned: the plan's; None, rates that are not known, and those of a run without a scheduler say nothing.
+        found: rates by group of each completed update, by index.
+        bound: the largest relative difference, where one was declared.
+    """
+    if planned is None or planned.kind == CONSTANT:
+        return []
+    rtol = max(bound, 1e-6)
+    for number, wanted in enumerate(planned.rates, planned.first_update):
+        if number in found and (wrong := check_rates([wanted], [found[number]], first_update=number, rtol=rtol)):
+            return wrong
+    return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from samerun.core.batch import Dealing, deal
@@ -12,6 +12,7 @@ from samerun.core.tolerance import Band
 from samerun.errors import Problem, Severity, has_errors
 from samerun.manifest.models import Bounded, Manifest
 from samerun.plan.migration import MigrationPlan
+from samerun.plan.schedule import check_planned_rates
 from samerun.runner.evidence import judged_bands, throughput
 from samerun.verify.bands import Controls
 from samerun.verify.evaluate import Evaluation, check_evaluation, logit_deviation, loss_deviation, worst_example
@@ -75,6 +76,7 @@ def window_plan(
 ) -> WindowPlan:
     """Returns how the candidate's updates are compared at `stage` (`update`: only the first; `window`: all)."""
     schedule, whole = manifest.declare.schedule, stage == "window"
+    free = schedule == "expected-to-change"
     return WindowPlan(
         stage=stage,
         first_update=plan.first_update,
@@ -82,14 +84,36 @@ def window_plan(
         window_updates=plan.window_updates,
         bands=tuple(band for band in judged_bands(manifest, bands) if not band.metric.startswith("eval_")),
         global_batch=plan.batch.global_batch,
-        rate_factor=None if schedule == "expected-to-change" else plan.learning_rate.factor,
-        rate_bound=schedule.bounded if isinstance(schedule, Bounded) else 0.0,
+        rate_factor=None if free or plan.learning_rate.schedule == "samples" else plan.learning_rate.factor,
+        planned_rates=None if free else plan.next_rates,
+        rate_bound=rate_bound(manifest),
         samples=_samples_mode(manifest, plan),
         replay_bound=manifest.transition.replay_bound or 0,
         omission_bound=manifest.transition.omission_bound or 0,
         boundaries=boundaries_of(manifest) if whole else (),
         trainable=trainable,
     )
+
+
+def rate_bound(manifest: Manifest) -> float:
+    """Returns by how much, relatively, a learning rate may differ."""
+    schedule = manifest.declare.schedule
+    return schedule.bounded if isinstance(schedule, Bounded) else 0.0
+
+
+def check_control_rates(manifest: Manifest, plan: MigrationPlan, controls: Controls) -> list[Problem]:
+    """Returns SR-SCHEDULE-RATE for the first control whose rates are not those that the checkpoint tells of.
+
+    A control that was resumed with another schedule would let the candidate pass with the same one. Where the rates
+    change on purpose, the plan's are not the control's.
+    """
+    if plan.learning_rate.policy is not None or manifest.declare.schedule == "expected-to-change":
+        return []
+    for name, observed in zip(controls.names, controls.observed, strict=True):
+        found = {item.update: item.lr for item in observed.updates}
+        if wrong := check_planned_rates(plan.next_rates, found, bound=rate_bound(manifest)):
+            return [replace(item, where={**item.where, "stage": "control", "control": name}) for item in wrong]
+    return []
 
 
 def _samples_mode(manifest: Manifest, plan: MigrationPlan) -> Literal["exact", "portions", "free"]:

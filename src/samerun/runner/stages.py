@@ -16,6 +16,7 @@ from samerun.runner.assess import (
     assess_evaluation,
     assess_updates,
     boundaries_of,
+    check_control_rates,
     check_environment,
     check_resumed_at,
     control_microbatches,
@@ -47,10 +48,11 @@ from samerun.runner.work import (
     write_digests,
 )
 from samerun.stores.local import fingerprint_tree
-from samerun.verify.bands import check_controls
+from samerun.verify.bands import Controls, check_controls
 from samerun.verify.job import JobPlan, check_job
 from samerun.verify.observed import Observed
 from samerun.verify.stage import CONTROL, CONVERT, EVAL, INSPECT, LOAD, UPDATE, WINDOW, StageResult
+from samerun.verify.streams import check_kept_streams
 
 
 def run_inspect(work: Work) -> StageResult:
@@ -190,6 +192,7 @@ def _assess_controls(work: Work, plan: MigrationPlan, stage: Path) -> tuple[list
         tolerances=manifest.tolerances.by_metric(),
         precision=parse_dtype(manifest.run.precision),
     )
+    problems += check_control_rates(manifest, plan, controls)
     measured: dict[str, Any] = {
         "controls": list(controls.names),
         "traces": {name: str(path.relative_to(stage)) for name, path in folders.items()},
@@ -299,6 +302,7 @@ def assess_candidate(
     if stage == LOAD:
         measured |= coverage(work, observed) if check_values else {}
         problems += check_environment(controls.reference, observed, word)
+        problems += _check_streams(controls, observed)
     if has_errors(problems):
         return [replace(item, where={"stage": word, **item.where}) for item in problems], measured
     if stage == EVAL:
@@ -311,6 +315,12 @@ def assess_candidate(
         found = assess_updates(controls, observed, window_plan(manifest, plan, bands, word, trainable))
         problems, measured = [*problems, *found.problems], {**measured, **found.measured}
     return [replace(item, where={"stage": word, **item.where}) for item in problems], measured
+
+
+def _check_streams(controls: Controls, observed: Observed) -> list[Problem]:
+    before = next((state for item in controls.observed if (state := item.state("loaded"))), None)
+    now = observed.state("loaded")
+    return check_kept_streams(before.body, now.body) if before is not None and now is not None else []
 
 
 def _check_state_once(work: Work, stage: str, observed: Observed) -> list[Problem]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from samerun.train.sampler import ElasticSampler
     from samerun.train.sidecar import write_digests
     from samerun.train.stream import ElasticStream
+    from samerun.train.token_sampler import TokenSampler
 
 __all__ = [
     "ContributionMean",
@@ -23,6 +24,7 @@ __all__ = [
     "KeyedDropout",
     "Recorder",
     "SampleKeys",
+    "TokenSampler",
     "use_keyed_dropout",
     "write_digests",
 ]
@@ -34,6 +36,7 @@ _HOME = {
     "KeyedDropout": "rng",
     "Recorder": "recorder",
     "SampleKeys": "rng",
+    "TokenSampler": "token_sampler",
     "use_keyed_dropout": "rng",
     "write_digests": "sidecar",
 }

@@ -23,11 +23,13 @@ from samerun.train.measure import (
     read_local,
     tensor_fact,
 )
-from samerun.train.objects import object_state, rng_digests
+from samerun.train.objects import object_state, rank_records, rng_digests
 from samerun.train.settings import learning_rates, optimizer_semantics, parameter_groups, read_config
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from samerun.train.rank_rng import RankRandomness
 
 
 def capture_state(
@@ -38,6 +40,7 @@ def capture_state(
     objects: Mapping[str, Any] | None = None,
     config: Any = None,
     layout: Layout | None = None,
+    rank_rng: RankRandomness | None = None,
 ) -> CapturedState:
     """Captures what the job holds. Collective: every rank of the default group calls it, outside a forward pass.
 
@@ -52,6 +55,7 @@ def capture_state(
         config: architecture settings (dataclass, mapping, or an object with attributes); the model's own `config` by
             default.
         layout: the layout that the job believes it runs on.
+        rank_rng: what `apply_rank_rng` did on this rank, if it was called.
 
     Raises:
         VerificationError: on every rank alike, if any rank holds something that cannot be digested.
@@ -84,6 +88,7 @@ def capture_state(
         objects=shared["objects"],
         config=shared["config"],
         rng=rng_digests(),
+        rank_rng=rank_records(rank_rng),
         broken_ties=_broken_ties(shared["config"], tensors),
         disagreements=disagreements,
     )

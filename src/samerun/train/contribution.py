@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,30 @@ class ContributionMean:
         self._passes = 0
         self._done = 0
         self._loss: torch.Tensor | None = None
+
+    @classmethod
+    def of_engine(cls, engine: Any, *, replicas: int | None = None) -> Self:
+        """Returns the mean for a DeepSpeed engine, whose configuration says how gradients are reduced (0.19.8).
+
+        `gradient_allreduce_op` may be `mean` or `sum`. `prescale_gradients` and `gradient_predivide_factor` move the
+        division to before the reduction and change nothing in the end, but for one case that is refused.
+
+            mean = ContributionMean.of_engine(engine)
+            for update in sampler.updates(loader, until=total):
+                microbatches = list(update)
+                mean.start(sum(count_valid(m) for m in microbatches), passes=update.passes)
+                for m in accumulate(engine, microbatches):
+                    mean.backward(loss_sum(engine, m), counts=not m.is_empty, engine=engine)
+                engine.step()
+
+        Raises:
+            UsageError: for sequence parallelism, for ZeRO-3 without reduce-scatter whose predivide factor is the number
+                of ranks (DeepSpeed does not multiply it back), or as the class does (SR-MEAN-GROUP).
+        """
+        group = engine.seq_data_parallel_group
+        if problems := _check_engine(engine, dist.get_world_size(group)):
+            raise UsageError(problems)
+        return cls(group, replicas=replicas, reduction="mean" if engine.gradient_average else "sum")
 
     @property
     def total(self) -> int:
@@ -158,9 +182,16 @@ class ContributionMean:
             self._note(loss_sum.detach())
         return loss_sum * factor
 
-    def backward(self, loss_sum: torch.Tensor, *, counts: bool = True) -> None:
-        """Runs the backward of one pass; arguments as for `scaled`. Every rank makes the same number of passes."""
-        self.scaled(loss_sum, counts=counts).backward()
+    def backward(self, loss_sum: torch.Tensor, *, counts: bool = True, engine: Any = None) -> None:
+        """Runs the backward of one pass; arguments as for `scaled`. Every rank makes the same number of passes.
+
+        With a DeepSpeed `engine`, through it and without its own division by the accumulation steps.
+        """
+        scaled = self.scaled(loss_sum, counts=counts)
+        if engine is None:
+            scaled.backward()
+        else:
+            engine.backward(scaled, scale_wrt_gas=False)
 
     def loss(self) -> float:
         """Returns the update's mean loss over all contributions. Collective; after the update's last backward.
@@ -205,7 +236,9 @@ def accumulate(model: torch.nn.Module, microbatches: Iterable[_T], *, sync: Sync
 
     Run forward and backward inside the loop. A DDP model reduces in the last pass only (`last`, under `no_sync`). An
     FSDP2 or HSDP model reduces in every pass (`every`), which keeps its gradients sharded; `last` saves communication
-    at the price of a whole unsharded gradient per rank. Any other model is left alone. The gradient is the same.
+    at the price of a whole unsharded gradient per rank. A DeepSpeed engine is told which pass is the update's last,
+    whatever its configured accumulation steps are; call `engine.step()` once, after the loop. Any other model is left
+    alone. The gradient is the same.
 
     Every rank needs the same number of microbatches. Synchronisation is on again afterwards, also after a break.
     """
@@ -231,6 +264,9 @@ def _synchronised(model: torch.nn.Module, *, is_last: bool, sync: Sync | None) -
             yield
         finally:
             inner.set_requires_gradient_sync(True)
+    elif (set_boundary := getattr(inner, "set_gradient_accumulation_boundary", None)) is not None:
+        set_boundary(is_last)  # a DeepSpeed engine
+        yield
     else:
         yield
 
@@ -252,6 +288,27 @@ def _device(groups: list[dist.ProcessGroup]) -> torch.device:
         return torch.device("cpu")
     devices = [part.partition(":")[0] for part in str(dist.get_backend_config(groups[0])).split(",")]
     return torch.device("cpu" if "cpu" in devices else devices[0])
+
+
+def _check_engine(engine: Any, ranks: int) -> list[Problem]:
+    problems: list[Problem] = []
+    if engine.sequence_parallel_size != 1:
+        hint = "its ranks share samples and divide by fewer than they are; scale the loss by hand"
+        message = "sequence parallelism is not taken into account"
+        problems.append(Problem("SR-MEAN-GROUP", message, expected=1, found=engine.sequence_parallel_size, hint=hint))
+    factor, scatters = engine.gradient_predivide_factor(), engine.zero_reduce_scatter()
+    if engine.zero_optimization_stage() == 3 and not scatters and factor == ranks != 1:
+        problems.append(
+            Problem(
+                "SR-MEAN-GROUP",
+                "ZeRO-3 without reduce-scatter divides by a predivide factor of the number of ranks and does not "
+                "multiply it back",
+                expected=f"gradient_predivide_factor other than {ranks}",
+                found=factor,
+                hint="leave gradient_predivide_factor out, or turn reduce_scatter on",
+            )
+        )
+    return problems
 
 
 def _check_setup(expected: int | None, found: int, reduction: str) -> list[Problem]:

@@ -84,6 +84,7 @@ class CapturedState:
     objects: Mapping[str, Any]
     config: Any
     rng: Mapping[str, str]
+    rank_rng: Mapping[str, Any]
     broken_ties: Sequence[Sequence[str]]
     disagreements: Sequence[Mapping[str, Any]] = field(default_factory=tuple[Mapping[str, Any], ...])
 
@@ -107,6 +108,7 @@ class CapturedState:
             "objects": dict(self.objects),
             "config": self.config,
             "rng": dict(self.rng),
+            **({"rank_rng": dict(self.rank_rng)} if self.rank_rng else {}),
             "broken_ties": [list(names) for names in self.broken_ties],
             "disagreements": [dict(body) for body in self.disagreements],
         }

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from samerun.core.digest import to_hex
 from samerun.core.plain import plain
-from samerun.train.agree import gather_number
+from samerun.train.agree import distinct, gather_number
 from samerun.train.digest import digest_tensor
+
+if TYPE_CHECKING:
+    from samerun.train.rank_rng import RankRandomness
 
 
 def object_state(value: Any, name: str) -> Any:
@@ -38,6 +41,28 @@ def rng_digests() -> dict[str, str]:
     """Returns each rank's torch RNG state as a digest, by rank. Collective."""
     import torch
 
-    state = int(digest_tensor("rng:torch", torch.get_rng_state()), 16)
-    low, high = gather_number(state & 0xFFFF_FFFF), gather_number(state >> 32)
-    return {str(rank): to_hex(top << 32 | bottom) for rank, (bottom, top) in enumerate(zip(low, high, strict=True))}
+    states = _gather_words(int(digest_tensor("rng:torch", torch.get_rng_state()), 16))
+    return {str(rank): to_hex(state) for rank, state in enumerate(states)}
+
+
+def rank_records(record: RankRandomness | None) -> dict[str, Any]:
+    """Returns what each rank did to its generators, by rank; None for a rank that told nothing. Collective.
+
+    Empty where no rank told anything.
+    """
+    mine = None if record is None else record.to_json()
+    variants = distinct(mine and {name: mine[name] for name in ("policy", "update", "kept", "seeded")})
+    if all(variant.value is None for variant in variants):
+        return {}
+    streams, seeds = _gather_words(mine["stream"] if mine else 0), _gather_words(mine["seed"] if mine else 0)
+    records = {rank: variant.value for variant in variants for rank in variant.ranks}
+    return {
+        str(rank): records[rank] and {**records[rank], "stream": streams[rank], "seed": seeds[rank]}
+        for rank in sorted(records)
+    }
+
+
+def _gather_words(word: int) -> list[int]:
+    """Returns every rank's 64-bit word, by rank. Collective."""
+    low, high = gather_number(word & 0xFFFF_FFFF), gather_number(word >> 32)
+    return [top << 32 | bottom for bottom, top in zip(low, high, strict=True)]

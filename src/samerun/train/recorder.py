@@ -36,6 +36,7 @@ from samerun.train.values import array, number, numbers
 if TYPE_CHECKING:
     from torch import nn
 
+    from samerun.train.rank_rng import RankRandomness
     from samerun.train.steps import StepFacts, StepWatch
 
 Norms = Literal["every", "after-save", "never"]
@@ -90,6 +91,7 @@ class Recorder:
         self._objects: dict[str, Any] = {}
         self._layout: Layout | None = None
         self._update: int | None = None
+        self._rank_rng: RankRandomness | None = None
         self._num_updates = self._num_evals = 0
         self._loaded = self._closed = self._end_captured = False
         if _launch is not None:
@@ -188,8 +190,10 @@ class Recorder:
         atexit.register(self._close_at_exit)
         _kept_alive.append(model)
 
-    def loaded(self, *, update: int) -> None:
+    def loaded(self, *, update: int, rank_rng: RankRandomness | None = None) -> None:
         """Says that the state is now that after `update` completed updates: call it after loading, or with 0.
+
+        `rank_rng` is what `apply_rank_rng` did to this rank's generators, where ranks changed and a policy was applied.
 
         Writes every tensor's digest, groups, counters, schedule and objects as the job holds them ("state" line).
         """
@@ -198,7 +202,7 @@ class Recorder:
         self._require_attached("loaded")
         if self._num_updates:
             raise _misuse("loaded was called after updates had been recorded", "load before the training loop")
-        self._update, self._loaded = update, True
+        self._update, self._loaded, self._rank_rng = update, True, rank_rng
         self._capture("loaded")
         if self._watch is not None:
             self._watch.close()
@@ -363,6 +367,7 @@ class Recorder:
             objects=self._objects,
             config=self._config,
             layout=self._layout,
+            rank_rng=self._rank_rng,
         )
         if self._rank == 0 and self._writer is not None:
             self._writer.write("state", {"when": when, "update": self._update or 0, **captured.to_json()})

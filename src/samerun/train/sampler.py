@@ -27,45 +27,32 @@ sample of the same update, no `collate_fn` needs to know, and the loop multiplie
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import numpy as np
-import torch
-from torch.utils.data import Sampler, default_collate
+from torch.utils.data import Sampler
 
-from samerun.core.batch import Dealing, deal
+from samerun.core.batch import Dealing, RampUp, deal
 from samerun.core.mesh import Layout
-from samerun.core.order import GlobalOrder, Ids, check_order
+from samerun.core.order import GlobalOrder
 from samerun.core.orders.distributed import DistributedSamplerOrder
 from samerun.core.orders.randperm import Draw
-from samerun.core.progress import (
-    Committed,
-    LastBatch,
-    UpdateSpan,
-    after,
-    check_phase,
-    next_update,
-    replica_ids,
-    seek,
-)
-from samerun.errors import FormatError, Problem, UsageError, VerificationError
+from samerun.core.progress import Committed, LastBatch, UpdateSpan, next_update, seek
+from samerun.errors import Problem, UsageError
+from samerun.train.committed import CommittedSampler
 from samerun.train.draw import torch_draw
 from samerun.train.sampler_checks import (
     Empty,
     check_choices,
     check_dealing,
+    check_final,
     check_order_arguments,
-    require_own,
     require_some_update,
 )
-from samerun.train.update import Microbatch, Phase, Update, early_commit, uncommitted
+from samerun.train.update import Microbatch, Update
 
 __all__ = ["ElasticSampler", "Microbatch", "TorchDistributedOrder", "Update"]
-
-SCHEMA = "samerun/sampler/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +62,17 @@ class TorchDistributedOrder(DistributedSamplerOrder):
     draw: Draw = field(default=torch_draw, compare=False, repr=False)
 
 
-class ElasticSampler(Sampler[list[int]]):
+class EndlessBatches(Sampler[list[int]]):
+    """What `ElasticSampler.endless` returns: its microbatches from the committed position on, without a length."""
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.sampler.all_microbatches()
+
+
+class ElasticSampler(CommittedSampler):
     """Batch sampler that deals a global order to any number of batch replicas; see the module's own description.
 
     Deterministic, without communication: every rank computes the same dealing from the same arguments and the same
@@ -90,6 +87,7 @@ class ElasticSampler(Sampler[list[int]]):
         max_microbatch: most samples in one pass of one replica. The dealing is `deal(global_batch, replicas,
             max_microbatch)`, unless `dealing` says otherwise.
         dealing: another dealing of the same global batch to the same replicas.
+        ramp: how the batch grows to `global_batch`, with committed samples; each size is dealt as `deal` does.
         seed: of the order, only with a number of samples; an order has its own.
         shuffle: likewise.
         last_batch: what happens at an epoch's end to samples that do not fill a global batch: `keep` (a smaller
@@ -109,6 +107,7 @@ class ElasticSampler(Sampler[list[int]]):
         replica: int,
         max_microbatch: int | None = None,
         dealing: Dealing | None = None,
+        ramp: RampUp | None = None,
         seed: int = 0,
         shuffle: bool = True,
         last_batch: LastBatch = "keep",
@@ -119,10 +118,13 @@ class ElasticSampler(Sampler[list[int]]):
         problems = check_choices(last_batch, empty)
         problems += check_dealing(global_batch, replicas, replica, max_microbatch, dealing)
         problems += check_order_arguments(order, seed, shuffle)
+        problems += check_final(global_batch, ramp)
         if problems:
             raise UsageError(problems)
+        super().__init__()
         self.order: GlobalOrder = TorchDistributedOrder(order, seed, shuffle) if isinstance(order, int) else order
         self.global_batch = global_batch
+        self.ramp = ramp
         self.replicas = replicas
         self.replica = replica
         self.max_microbatch = max_microbatch or 1
@@ -131,21 +133,12 @@ class ElasticSampler(Sampler[list[int]]):
         whole = dealing or deal(global_batch, replicas, self.max_microbatch)
         self._dealings = {global_batch: whole}
         self._positions = {global_batch: whole.replica_positions(replica)}
-        self._committed = Committed()
-        self._exhausted_at: Committed | None = None
-        self._begin: torch.Tensor | None = None
-        self._phase = Phase()
         require_some_update(self.order, global_batch, last_batch)
 
     @classmethod
     def from_layout(cls, layout: Layout, rank: int, order: int | GlobalOrder, **arguments: Any) -> Self:
         """Returns the sampler of `rank` in `layout`; other arguments as for the class."""
         return cls(order, replicas=layout.batch_replicas, replica=layout.batch_replica(rank), **arguments)
-
-    @property
-    def committed(self) -> Committed:
-        """How far the run is; a save between two updates needs nothing else of the data."""
-        return self._committed
 
     @property
     def dealing(self) -> Dealing:
@@ -157,179 +150,50 @@ class ElasticSampler(Sampler[list[int]]):
         """How the current update is dealt, that is the first one not committed: `dealing`, or a smaller last one."""
         return self._dealing(self._span().num_samples)
 
-    @property
-    def passes(self) -> int:
-        """Passes of the current update."""
-        return self.update_dealing.passes
-
-    def update_ids(self, replica: int | None = None) -> Ids:
-        """Returns the current update's ids of this (or another) replica in the order of its passes, int64."""
-        span = self._span()
-        if replica is None or replica == self.replica:
-            return np.concatenate(self._ids(span))
-        return np.concatenate(replica_ids(span.ids(self.order), self._dealing(span.num_samples), replica))
-
-    def global_ids(self) -> Ids:
-        """Returns the current update's ids over all replicas, in the global order."""
-        return self._span().ids(self.order)
-
-    def commit(self, tokens: int | None = None, *, skipped: bool = False) -> Committed:
-        """Says that the current update is done; call it on every rank once the optimizer has stepped.
-
-        Args:
-            tokens: the update's valid tokens over all replicas (`ContributionMean.total`), if the run counts them.
-            skipped: the optimizer did not step (loss-scale overflow): the samples are consumed, the update is not
-                counted.
-
-        Returns:
-            The new position.
-        """
-        self._committed = after(self._committed, self._span(), tokens=tokens, skipped=skipped)
-        self._phase = Phase()
-        return self._committed
-
     def seek(self, num_updates: int) -> Committed:
         """Goes to where a run is after its first `num_updates` updates with this global batch, and returns it.
 
         For checkpoints of a run that saved no position, or used `DistributedSampler`; see `core.progress.seek`.
         """
-        return self._go_to(seek(self.order, num_updates, self.global_batch, self.last_batch))
+        return self._go_to(seek(self.order, num_updates, self.global_batch, self.last_batch, ramp=self.ramp))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the position and the order's identity: equal on every rank, independent of their number.
+    def batch_at(self, committed: Committed) -> int:
+        """Returns the global batch of the update after `committed`, where the epoch's end does not make it smaller."""
+        return self.global_batch if self.ramp is None else self.ramp.batch_at(committed.samples)
 
-        Within an update of `updates` it also tells how many of its passes were taken (`passes_taken`): loading it
-        issues the update again from its first pass, with a warning.
-        """
-        taken = self._phase.passes_taken
-        phase = {"passes_taken": taken} if taken else {}
-        return {"schema": SCHEMA, **self._committed.to_json(), **phase, "order": self.order.identity()}
+    def endless(self) -> EndlessBatches:
+        """Returns this sampler as a batch sampler without an end, for trainers that count updates by themselves.
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes to a saved position. Iterators made before go on where they were: make a new one.
+        Such a trainer takes `dealing.passes` microbatches for every update, and the length of an epoch once, when it
+        starts. So every update must be a whole global batch, and an epoch must have no length:
+
+            loader = DataLoader(dataset, batch_sampler=sampler.endless(), num_workers=2)
+            # gradient accumulation: sampler.dealing.passes; end of training: a number of updates
+
+        Its iteration begins at the committed position and goes on over epochs. Commit after each update all the same.
 
         Raises:
-            FormatError: if this is no sampler's state (SR-ORDER-STATE).
-            VerificationError: if the position counts samples of another order (SR-ORDER-MISMATCH, one per difference).
+            UsageError: with `last_batch="keep"`, whose last update of an epoch can be smaller, or while the batch grows
+                (SR-ORDER-INVALID).
         """
-        committed = Committed.from_json(state_dict)
-        identity = state_dict.get("order")
-        if not isinstance(identity, Mapping):
-            hint = "if the order is known to be this one, go to the position with `seek`"
-            raise FormatError(Problem("SR-ORDER-STATE", "the saved position names no order", hint=hint))
-        if problems := check_order(identity, self.order.identity()):
-            raise VerificationError(problems)
-        if committed.samples_in_epoch > (length := self.order.num_samples(committed.epoch)):
-            raise FormatError(
-                Problem(
-                    "SR-ORDER-STATE",
-                    f"the saved position lies beyond the end of epoch {committed.epoch}",
-                    where={"key": "samples_in_epoch"},
-                    expected=f"at most {length}",
-                    found=committed.samples_in_epoch,
-                )
-            )
-        for problem in check_phase(state_dict):
-            warnings.warn(f"{problem.code}: {problem.message}; {problem.hint}", stacklevel=2)
-        self._phase = Phase()
-        self._go_to(committed)
+        if self.ramp is not None and self.batch_at(self._committed) != self.global_batch:
+            message = "an endless sampler makes equal updates only, and the batch is still growing"
+            hint = "train with `updates` until the ramp is over"
+            raise UsageError(Problem("SR-ORDER-INVALID", message, found=str(self.ramp), hint=hint))
+        if self.last_batch == "keep":
+            hint = "make the sampler with last_batch='carry' (every sample once) or 'drop'"
+            message = "an endless sampler makes whole updates only"
+            raise UsageError(Problem("SR-ORDER-INVALID", message, found="last_batch='keep'", hint=hint))
+        return EndlessBatches(self)
 
     def __len__(self) -> int:
         """Microbatches that an iteration begun now yields: what is left of the epoch."""
         return sum(count * self._dealing(size).passes for size, count in self._left_in_epoch())
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yields this replica's microbatches from the committed position to the end of the epoch.
-
-        With `carry`, up to the last update that ends in the epoch; the next iteration begins with the one in between.
-        """
-        if self._exhausted_at == self._committed:
-            warnings.warn(
-                "ElasticSampler is iterated again from the same position although a whole iteration was read and "
-                "nothing committed; call commit() after each optimizer step",
-                stacklevel=2,
-            )
-        return self._microbatches(self._committed)
-
-    def updates(self, loader: Iterable[Any], *, until: int | None = None) -> Iterator[Update]:
-        """Yields updates, over epochs, until `until` are committed (for ever if None).
-
-        Args:
-            loader: a DataLoader with `batch_sampler=self` (or anything that yields one batch per microbatch of
-                `iter(self)`). It is iterated anew for every epoch, and whenever the position was moved by
-                `load_state_dict` or `seek` within the loop.
-            until: the run's last update, 1-based; updates before a resume count.
-
-        Raises:
-            UsageError: if the loop goes on without `commit` (SR-ORDER-UNCOMMITTED), commits before all passes are
-                taken (SR-ORDER-PASSES), or the loader is not this sampler's (SR-ORDER-LOADER) or cannot collate an
-                empty microbatch (SR-ORDER-EMPTY).
-        """
-        require_own(loader, self)
-        while until is None or self._committed.update < until:
-            self._require_collatable(loader)
-            self._go_to(self._committed)
-            yield from self._updates_of_epoch(iter(loader), until)
-
-    def _updates_of_epoch(self, stream: Iterator[Any], until: int | None) -> Iterator[Update]:
-        for before, span in self._spans(self._committed):
-            if until is not None and self._committed.update >= until:
-                return
-            update = Update(self._committed.update + 1, span, self._dealing(span.num_samples), self._ids(span), stream)
-            self._phase = update.phase
-            yield update
-            expected = _place(after(before, span))
-            if _place(self._committed) == _place(before):
-                raise UsageError(uncommitted(update.number))
-            if _place(self._committed) != expected:
-                return  # moved on purpose: read on from there
-            if update.passes_left:
-                raise UsageError(early_commit(update))
-
-    def share_position(self) -> None:
-        """Tells workers that live on over epochs where the next iteration begins (`ElasticStream`).
-
-        `updates`, `load_state_dict` and `seek` do this by themselves once it was called. `commit` must not: a worker
-        may begin an iteration after the first updates of it are committed.
-        """
-        if self._begin is None:
-            self._begin = torch.zeros(4, dtype=torch.int64).share_memory_()
-        at = self._committed
-        self._begin.copy_(torch.tensor([at.update, at.epoch, at.samples_in_epoch, at.samples]))
-
-    def shared_microbatches(self) -> Iterator[list[int]]:
-        """Yields this replica's microbatches from where the iteration begins, also in a worker started long before."""
-        if self._begin is None:
-            return self._microbatches(self._committed)
-        update, epoch, samples_in_epoch, samples = self._begin.tolist()
-        return self._microbatches(
-            Committed(update=update, epoch=epoch, samples_in_epoch=samples_in_epoch, samples=samples, tokens=None)
-        )
-
-    def _go_to(self, at: Committed) -> Committed:
-        self._committed = at
-        if self._begin is not None:
-            self.share_position()
-        return at
-
-    def _microbatches(self, at: Committed) -> Iterator[list[int]]:
-        for _, span in self._spans(at):
-            for ids in self._ids(span):
-                sample_ids: list[int] = ids.tolist()
-                yield sample_ids or ([] if self.empty == "list" else span.ids(self.order)[:1].tolist())
-        self._exhausted_at = at
-
-    def _spans(self, at: Committed) -> Iterator[tuple[Committed, UpdateSpan]]:
-        """Yields the updates of one iteration, each with the position before it."""
-        span = self._span(at)
-        epoch = span.spans[-1].epoch
-        while span.spans[-1].epoch == epoch:
-            yield at, span
-            at = after(at, span)
-            span = self._span(at)
-
     def _left_in_epoch(self) -> list[tuple[int, int]]:
         """Sizes of the updates of an iteration begun now, each with how many have it."""
+        if self.ramp is not None:
+            return [(span.num_samples, 1) for _, span in self._spans(self._committed)]
         first = self._span()
         last = first.spans[-1]
         whole, rest = divmod(self.order.num_samples(last.epoch) - last.stop, self.global_batch)
@@ -337,7 +201,8 @@ class ElasticSampler(Sampler[list[int]]):
         return [*sizes, (rest, 1)] if rest and self.last_batch == "keep" else sizes
 
     def _span(self, at: Committed | None = None) -> UpdateSpan:
-        return next_update(self.order, at or self._committed, self.global_batch, self.last_batch)
+        at = at or self._committed
+        return next_update(self.order, at, self.batch_at(at), self.last_batch)
 
     def _dealing(self, num_samples: int) -> Dealing:
         if num_samples not in self._dealings:
@@ -346,28 +211,12 @@ class ElasticSampler(Sampler[list[int]]):
             self._positions[num_samples] = dealing.replica_positions(self.replica)
         return self._dealings[num_samples]
 
-    def _ids(self, span: UpdateSpan) -> tuple[Ids, ...]:
+    def _dealt(self, span: UpdateSpan) -> Dealing:
+        return self._dealing(span.num_samples)
+
+    def _parts(self, span: UpdateSpan) -> Sequence[Sequence[int]]:
         self._dealing(span.num_samples)
-        ids = span.ids(self.order)
-        return tuple(
-            ids[part.start : part.stop : part.step] if isinstance(part, range) else ids[list(part)]
-            for part in self._positions[span.num_samples]
-        )
+        return self._positions[span.num_samples]
 
-    def _require_collatable(self, loader: Iterable[Any]) -> None:
-        if self.empty != "list" or getattr(loader, "collate_fn", None) is not default_collate:
-            return
-        if any(self._dealing(size).num_empty for size, count in self._left_in_epoch() if count):
-            raise UsageError(
-                Problem(
-                    "SR-ORDER-EMPTY",
-                    "some microbatch of this epoch is empty, and torch's default collate_fn cannot make a batch of it",
-                    where={"key": f"replicas {self.replicas}, global batch {self.global_batch}"},
-                    hint='pass empty="placeholder" and give passes with `is_empty` zero weight, or a collate_fn that '
-                    "takes []",
-                )
-            )
-
-
-def _place(at: Committed) -> tuple[int, int, int]:
-    return at.epoch, at.samples_in_epoch, at.samples
+    def _may_be_empty(self) -> bool:
+        return any(self._dealing(size).num_empty for size, count in self._left_in_epoch() if count)

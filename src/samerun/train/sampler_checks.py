@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader, Sampler
 
-from samerun.core.batch import Dealing, check_batch
+from samerun.core.batch import Dealing, RampUp, check_batch
 from samerun.core.order import GlobalOrder
 from samerun.core.progress import Committed, LastBatch, next_update
 from samerun.errors import Problem, UsageError, has_errors
@@ -53,6 +53,12 @@ def check_order_arguments(order: int | GlobalOrder, seed: int, shuffle: bool) ->
     if seed != 0 or not shuffle:
         return [_invalid("seed and shuffle", (seed, shuffle), "left out: the order that was given has its own")]
     return []
+
+
+def check_final(global_batch: int, ramp: RampUp | None) -> list[Problem]:
+    if ramp is None or ramp.final == global_batch:
+        return []
+    return [_invalid("ramp", ramp, f"a ramp whose final batch is the global batch, {global_batch}")]
 
 
 def require_some_update(order: GlobalOrder, global_batch: int, last_batch: LastBatch) -> None:

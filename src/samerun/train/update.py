@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from samerun.core.batch import Dealing
+from samerun.core.batch import Dealing, TokenDealing
 from samerun.core.order import Ids
 from samerun.core.progress import UpdateSpan
 from samerun.errors import Problem, UsageError
@@ -47,13 +47,20 @@ class Update:
     Attributes:
         number: the update's 1-based index, which it has once it is committed.
         num_samples: samples over all replicas.
-        dealing: how they are dealt; `dealing.passes` is the number of passes.
+        dealing: how they are dealt, by samples or by tokens; `dealing.passes` is the number of passes.
         ids: this replica's sample ids by pass.
         epoch: the epoch in which the update ends.
         phase: how many of its passes were taken.
     """
 
-    def __init__(self, number: int, span: UpdateSpan, dealing: Dealing, ids: Sequence[Ids], stream: Iterator[Any]):
+    def __init__(
+        self,
+        number: int,
+        span: UpdateSpan,
+        dealing: Dealing | TokenDealing,
+        ids: Sequence[Ids],
+        stream: Iterator[Any],
+    ) -> None:
         self.number = number
         self.num_samples = span.num_samples
         self.epoch = span.spans[-1].epoch

@@ -63,7 +63,7 @@ RULES: tuple[Rule, ...] = (
          "is every value finite?"),
     Rule("replicas", (_LOAD, _WINDOW), ("SR-LOAD-REPLICA", "SR-UPD-REPLICA", "SR-TRACE-DISAGREE"),
          "do all replicas hold the same model?"),
-    Rule("schedule", (_LOAD, *_UPDATES), ("SR-LOAD-SCHED", "SR-LOAD-LR", "SR-UPD-LR"),
+    Rule("schedule", (_LOAD, *_UPDATES), ("SR-LOAD-SCHED", "SR-LOAD-LR", "SR-UPD-LR", "SR-SCHEDULE-"),
          "is the learning rate where it was, and goes where it would?"),
     Rule("progress", (_LOAD, *_UPDATES),
          ("SR-LOAD-STEP", "SR-UPD-INDEX", "SR-UPD-MISSING", "SR-TRACE-INDEX"),
@@ -71,6 +71,7 @@ RULES: tuple[Rule, ...] = (
     Rule("optimizer", (_LOAD, *_UPDATES),
          ("SR-LOAD-OPT", "SR-LOAD-GROUP", "SR-LOAD-CLASS", "SR-UPD-SCALE", "SR-UPD-SKIPPED"),
          "is the optimizer the one that was saved?"),
+    Rule("randomness", (_LOAD,), ("SR-RNG-",), "do ranks draw alike, and apart, as they did?"),
     Rule("state-coverage", (_LOAD,), ("SR-LOAD-MISSING", "SR-LOAD-UNEXPECTED", "SR-LOAD-SHAPE"),
          "is every tensor there, and none too many?"),
     Rule("state-values", (_LOAD,), (), "does every loaded value equal the checkpoint's?", whole=(_LOAD,)),
@@ -88,8 +89,8 @@ RULES: tuple[Rule, ...] = (
 
 _CAUSAL = (
     "checkpoint", "source-unchanged", "conversion", "job", "batch", "state-coverage", "state-values", "replicas",
-    "optimizer", "progress", "schedule", "forward", "samples", "finite", "numerics", "movement", "boundaries",
-    "control",
+    "optimizer", "progress", "schedule", "randomness", "forward", "samples", "finite", "numerics", "movement",
+    "boundaries", "control",
 )  # fmt: skip
 """Criteria in causal order: what comes first can cause what comes later."""
 

@@ -16,6 +16,7 @@ from samerun.verify.load_settings import check_counters, check_groups, check_opt
 from samerun.verify.load_tensors import check_ranks, check_tensors, check_ties
 from samerun.verify.loaded import DigestCache, Loaded
 from samerun.verify.match import match_tensors
+from samerun.verify.streams import check_policy
 
 if TYPE_CHECKING:
     from samerun.formats.base import Checkpoint
@@ -59,6 +60,7 @@ def check_loaded(
         *check_objects(loaded),
         *check_config(loaded),
         *check_rng(loaded),
+        *check_policy(found, has_saved=bool(checkpoint.state.rng)),
     ]
 
 

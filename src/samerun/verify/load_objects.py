@@ -222,12 +222,18 @@ def check_config(loaded: Loaded) -> list[Problem]:
 
 
 def check_rng(loaded: Loaded) -> list[Problem]:
-    """Returns ranks whose random-number state is not a saved one, if the manifest claims that it is kept."""
+    """Returns ranks whose random-number state is not a saved one, if the manifest claims that it is kept.
+
+    Ranks that a declared policy seeded are left out: `check_policy` looks at the policy.
+    """
     if loaded.declared("rng").changes or not loaded.state.rng:
         return []
     saved = [pair for name, value in loaded.state.rng.items() for pair in _rng_digests(tuple(name.split(".")), value)]
+    applied: Mapping[str, Any] = loaded.found.get("rank_rng") or {}
     problems: list[Problem] = []
     for rank, found in loaded.found.get("rng", {}).items():
+        if rank in applied and "torch" not in (applied[rank] or {}).get("kept", ()):
+            continue  # seeded by a policy that the job told
         own = {digest for path, digest in saved if rank in path} or {digest for _, digest in saved}
         if own and found not in own:
             problems.append(

@@ -12,6 +12,7 @@ import numpy as np
 
 from samerun.core.state import LogicalState, ParamGroup, Role, TensorEntry
 from samerun.errors import Problem, Severity, has_errors
+from samerun.plan.position import check_phases
 
 Verdict = Literal["yes", "partial", "no"]
 NEEDED = ("params", "optimizer", "groups", "scheduler", "rng", "data", "progress")
@@ -465,6 +466,7 @@ def check_streams(state: LogicalState) -> list[Problem]:
         )
     problems += _check_rng_ranks(state)
     problems += _check_data(state)
+    problems += check_phases(state)
     return problems
 
 

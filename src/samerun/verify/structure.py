@@ -19,6 +19,7 @@ from samerun.verify.consequence import explain_consequences
 from samerun.verify.coverage import check_coverage
 from samerun.verify.declared import check_declared
 from samerun.verify.destination import Destination, check_destination, plan_destination
+from samerun.verify.generators import saved_generators
 from samerun.verify.resume import Resumable, check_resume, judge_resumable
 from samerun.verify.sidecar import SidecarCheck, check_sidecar, read_sidecar
 from samerun.verify.values import check_values
@@ -79,6 +80,7 @@ class InspectReport:
                 "tokens": state.progress.tokens,
                 "epoch": state.progress.epoch,
             },
+            "rng": saved_generators(state),
             "problems": [problem.to_json() for problem in self.problems],
         }
         if self.checksums is not None:

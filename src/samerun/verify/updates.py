@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from samerun.core.tolerance import Band, deviation
 from samerun.errors import Problem, Severity
+from samerun.plan.schedule import PlannedRates, check_planned_rates
 from samerun.verify.audit import Audit, audit_prefix, audit_window, check_audit, window_ids
 from samerun.verify.locate import Place, worst_gradient
 from samerun.verify.observed import Observed, ObservedUpdate
@@ -32,11 +33,11 @@ class WindowPlan:
     """What is compared, and how strictly.
 
     `bands` are the sealed ones. `rate_factor` multiplies the control's learning rates (a declared policy); None leaves
-    them out, `rate_bound` allows a relative difference. `samples` says whether each update must consume the control's
-    samples (`exact`), only the same order in other portions because the batch changes on purpose (`portions`), or
-    whatever it likes (`free`). `window_updates` is how many updates the control has from the first one on.
-    `boundaries` are (what, every) pairs the window must cross. `trainable` tells for each parameter whether it trains;
-    None when the job did not say.
+    them out, `rate_bound` allows a relative difference; `planned_rates` are those that the plan printed. `samples` says
+    whether each update must consume the control's samples (`exact`), only the same order in other portions because the
+    batch changes on purpose (`portions`), or whatever it likes (`free`). `window_updates` is how many updates the
+    control has from the first one on. `boundaries` are (what, every) pairs the window must cross. `trainable` tells for
+    each parameter whether it trains; None when the job did not say.
     """
 
     stage: str
@@ -47,6 +48,7 @@ class WindowPlan:
     window_updates: int = 0
     rate_factor: float | None = 1.0
     rate_bound: float = 0.0
+    planned_rates: PlannedRates | None = None
     samples: Literal["exact", "portions", "free"] = "exact"
     replay_bound: int = 0
     omission_bound: int = 0
@@ -94,7 +96,7 @@ def compare_window(control: Observed, candidate: Observed, plan: WindowPlan) -> 
         *_check_finite(candidate),
         *_check_recorded(pairs, plan),
         *_check_samples(audit, pairs, plan),
-        *_check_rates(pairs, plan),
+        *(_check_rates(pairs, plan) or _check_planned(candidate, plan)),
         *_check_scaler(pairs),
         *_check_numbers(comparable, plan, worst),
         *_check_deltas(comparable, plan, worst),
@@ -215,23 +217,31 @@ def _check_samples(
             return
 
 
-def _check_rates(pairs: Sequence[tuple[ObservedUpdate, ObservedUpdate]], plan: WindowPlan) -> Iterator[Problem]:
+def _check_planned(candidate: Observed, plan: WindowPlan) -> list[Problem]:
+    """Rates that the control has are compared with it bit for bit; these are known without one."""
+    found = {item.update: item.lr for item in candidate.updates if item.update in plan.indices}
+    return check_planned_rates(plan.planned_rates, found, bound=plan.rate_bound)
+
+
+def _check_rates(pairs: Sequence[tuple[ObservedUpdate, ObservedUpdate]], plan: WindowPlan) -> list[Problem]:
     if plan.rate_factor is None:
-        return
+        return []
     for control, candidate in pairs:
         expected = tuple(rate * plan.rate_factor for rate in control.lr)
         if len(expected) != len(candidate.lr) or any(
             not _rate_agrees(a, b, plan) for a, b in zip(expected, candidate.lr, strict=True)
         ):
-            yield Problem(
-                "SR-UPD-LR",
-                "the learning rate of an update differs from the control's",
-                where=_where(candidate, stage=plan.stage),
-                expected=list(expected),
-                found=list(candidate.lr),
-                hint=_rate_hint(expected, candidate, pairs),
-            )
-            return
+            return [
+                Problem(
+                    "SR-UPD-LR",
+                    "the learning rate of an update differs from the control's",
+                    where=_where(candidate, stage=plan.stage),
+                    expected=list(expected),
+                    found=list(candidate.lr),
+                    hint=_rate_hint(expected, candidate, pairs),
+                )
+            ]
+    return []
 
 
 def _rate_agrees(expected: float, found: float, plan: WindowPlan) -> bool:

@@ -1,7 +1,8 @@
 """Writes the ids that the frameworks' real loaders hand out. Run it where they are installed:
 
     python3.11 -m venv v && v/bin/pip install torch==2.13.0 && v/bin/pip install numpy transformers accelerate torchdata
-    v/bin/python tests/golden/order/make.py --megatron MEGATRON/megatron/training/datasets/data_samplers.py
+    v/bin/python tests/golden/order/make.py --megatron MEGATRON/megatron/training/datasets/data_samplers.py \
+        --megatron-scheduler MEGATRON/megatron/core/optimizer_param_scheduler.py
 
 Every loader runs on real gloo processes, with workers and prefetch where it can. `loader.json` has one entry per case:
 its arguments, the ids as `[epoch][rank][batch]`, and `after`, the batches that came from a loader resumed after each
@@ -271,6 +272,37 @@ def megatron_epoch(
     return list(loader)
 
 
+# --- Megatron's schedule ---------------------------------------------------------------------------------------------
+
+
+def megatron_schedules(path: Path) -> list[dict[str, Any]]:
+    """What Megatron's scheduler sets in 30 updates, its `num_steps` (samples) before each, and its state at the end."""
+    tree = ast.parse(path.read_text())
+    tree.body = [node for node in tree.body if getattr(node, "name", "") == "OptimizerParamScheduler"]
+    scope: dict[str, Any] = {"math": __import__("math"), "Optional": Any, "log_single_rank": lambda *_: None}
+    scope |= {"logger": None, "logging": __import__("logging")}
+    exec(compile(tree, str(path), "exec"), scope)
+    cases = []
+    for style in ("constant", "linear", "cosine", "inverse-square-root", "WSD"):
+        for warm_up, batch in ((0, 8), (40, 8), (36, 5)):
+            optimizer = argparse.Namespace(
+                param_groups=[{"lr": 0.0}, {"lr": 0.0, "max_lr": 0.004, "min_lr": 0.001}, {"lr": 0.0, "lr_mult": 1.0}]
+            )
+            scheduler = scope["OptimizerParamScheduler"](
+                optimizer, 1e-4, 0.01, 1e-3, warm_up, 200, style, 0.0, 0.0, 200, "constant",
+                wsd_decay_steps=60, lr_wsd_decay_style="linear",
+            )  # fmt: skip
+            rates, steps = [], []
+            for _ in range(30):
+                steps.append(scheduler.num_steps)
+                rates.append([group["lr"] for group in optimizer.param_groups])
+                scheduler.step(batch)
+            groups = [{k: v for k, v in group.items() if k != "weight_decay"} for group in optimizer.param_groups]
+            state = scheduler.state_dict()
+            cases.append({"batch": batch, "groups": groups, "rates": rates, "steps": steps, "state": state})
+    return cases
+
+
 def write(name: str, body: Any) -> None:
     """Writes one golden file, a case per line."""
     text = "[\n" + ",\n".join(json.dumps(case, separators=(",", ":")) for case in body) + "\n]\n"
@@ -281,13 +313,16 @@ def write(name: str, body: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--megatron", type=Path, help="Megatron's data_samplers.py")
-    parser.add_argument("--only", default="accelerate,torchdata,trainer,megatron")
+    parser.add_argument("--megatron-scheduler", type=Path, help="Megatron's optimizer_param_scheduler.py")
+    parser.add_argument("--only", default="accelerate,torchdata,trainer,megatron,schedule")
     arguments = parser.parse_args()
     only = arguments.only.split(",")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if "megatron" in only and arguments.megatron:
         write("megatron.json", megatron_cases(arguments.megatron))
+    if "schedule" in only and arguments.megatron_scheduler:
+        write("megatron_schedule.json", megatron_schedules(arguments.megatron_scheduler))
     if "torchdata" in only:
         cases = []
         for ranks, length, batch, workers, drop in ((2, 23, 2, 0, False), (3, 23, 2, 2, False), (2, 27, 4, 2, True)):

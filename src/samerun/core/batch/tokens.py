@@ -28,6 +28,15 @@ class TokenDealing:
         return len(self.positions)
 
     @property
+    def replicas(self) -> int:
+        """Batch replicas that the update is dealt to."""
+        return len(self.positions[0])
+
+    def replica_positions(self, replica: int) -> tuple[tuple[int, ...], ...]:
+        """Returns the places in the update that `replica` takes, by pass."""
+        return tuple(row[replica] for row in self.positions)
+
+    @property
     def num_tokens(self) -> int:
         """Valid tokens of the update."""
         return sum(map(sum, self.tokens))

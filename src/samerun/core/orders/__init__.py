@@ -11,6 +11,7 @@ from samerun.core.orders.megatron import MegatronCyclicOrder, MegatronSequential
 from samerun.core.orders.read import ORDER_FORMS, order_from_identity, parse_order
 from samerun.core.orders.remainder import RemainderOrder, Switch, compare_switch
 from samerun.core.orders.shards import RangeOrder, ShardCursor, ShardRange, remaining_ranges
+from samerun.core.orders.spec import order_from_spec, order_spec
 from samerun.core.orders.stateful import batches_given, stateful_position
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "batches_given",
     "compare_switch",
     "order_from_identity",
+    "order_from_spec",
+    "order_spec",
     "parse_order",
     "remaining_ranges",
     "stateful_position",
