@@ -32,15 +32,29 @@ class StepFacts:
 
 
 class StepWatch:
-    """Watches the steps of one or several optimizers. `detail` says, before each step, whether to measure norms."""
+    """Watches the steps of one or several optimizers.
 
-    def __init__(self, optimizers: list[Any], scaler: Any, norms: ParameterNorms, detail: Callable[[], bool]) -> None:
+    Args:
+        optimizers: torch optimizers.
+        scaler: gradient scaler, if any.
+        norms: the parameters.
+        detail: says, before each step, whether to measure norms.
+        ends: called after the step that ends an update: every optimizer has then stepped.
+    """
+
+    def __init__(
+        self,
+        optimizers: list[Any],
+        scaler: Any,
+        norms: ParameterNorms,
+        detail: Callable[[], bool],
+        ends: Callable[[], None],
+    ) -> None:
         self._optimizers = optimizers
         self._scaler = scaler
-        self._norms = norms
         self._detail = detail
-        self._watched = norms.watched()
-        self._all_next = True
+        self._ends = ends
+        self.restart(norms)
         self._handles = [
             handle
             for optimizer in optimizers
@@ -49,16 +63,27 @@ class StepWatch:
                 optimizer.register_step_post_hook(self._after_step),
             )
         ]
+
+    def restart(self, norms: ParameterNorms) -> None:
+        """Watches these parameters from now on, and forgets steps made before, such as an empty one before loading."""
+        self._norms = norms
+        self._watched = norms.watched()
+        self._all_next = True
         self.reset()
 
     def reset(self) -> None:
-        """Forgets steps made since the last update, such as the empty one that allocates state before loading."""
+        """Forgets steps made since the last update."""
         self._steps = 0
         self._before: dict[str, torch.Tensor] | None = None
         self._gradient: torch.Tensor | None = None
         # What a step made now would use. The scheduler and the scaler may have moved on when the update is recorded.
         self._lr = tuple(learning_rates(self._optimizers))
         self._loss_scale = None if self._scaler is None else float(self._scaler.get_scale())
+
+    @property
+    def scale_fell(self) -> bool:
+        """Whether the loss scale was reduced without a step: the scaler met infinities and skipped the update."""
+        return self._loss_scale is not None and not self._steps and float(self._scaler.get_scale()) < self._loss_scale
 
     def close(self) -> None:
         """Takes the hooks off."""
@@ -77,6 +102,8 @@ class StepWatch:
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         self._steps += 1
+        if self._steps == len(self._optimizers):
+            self._ends()
 
     def take(self) -> StepFacts:
         """Returns what happened since the last call. Collective whenever norms were measured."""
