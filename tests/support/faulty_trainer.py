@@ -1,0 +1,56 @@
+"""Runs a trainer's example with the fault in it that `fault.txt` names: `faulty_trainer.py train.py ARGUMENT...`
+
+Copied into a test's workspace. Faults are put into the framework that the example calls, where a wrong version, a wrong
+flag or an innocent edit would put them, never into what is recorded.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def hf_forget_optimizer() -> None:
+    """Trainer resumes without its optimizer and scheduler."""
+    from transformers import Trainer
+
+    Trainer._load_optimizer_and_scheduler = lambda self, checkpoint: None
+
+
+def hf_restart_data() -> None:
+    """Trainer passes over nothing of the epoch that it resumes in."""
+    import transformers.trainer as trainer
+
+    trainer.skip_first_batches = lambda loader, num_batches: loader
+
+
+def pl_forget_optimizer() -> None:
+    """Lightning resumes with a fresh optimizer."""
+    from lightning.pytorch.strategies import Strategy
+
+    Strategy.load_optimizer_state_dict = lambda self, checkpoint: None
+
+
+def pl_restart_data() -> None:
+    """The loader hands out the epoch from its first batch, whatever was committed."""
+    from samerun.train.sampler import ElasticSampler, Committed
+
+    ElasticSampler.__iter__ = lambda self: self._microbatches(Committed())
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "hf-forget-optimizer": hf_forget_optimizer,
+    "hf-restart-data": hf_restart_data,
+    "pl-forget-optimizer": pl_forget_optimizer,
+    "pl-restart-data": pl_restart_data,
+}
+
+if __name__ == "__main__":
+    FAULTS[(Path(__file__).parent / "fault.txt").read_text().strip()]()
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
