@@ -14,7 +14,7 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -61,8 +61,9 @@ def losses(model: nn.Module, blocks: Tensor) -> tuple[Tensor, Tensor]:
 def make_accelerator(shard: bool, passes: int) -> Accelerator:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT") if shard else None
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=passes, fsdp_plugin=plugin)
-    if shard:
-        accelerator.state.distributed_type = DistributedType.FSDP  # on CPUs Accelerate would leave FSDP out, silently
+    if shard:  # on CPUs Accelerate would leave FSDP out, silently
+        PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
     return accelerator
 
 
@@ -118,7 +119,7 @@ def main() -> None:
                 recorder.samples(ids.tolist(), loss=loss)  # samerun
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    recorder.grad_norm(accelerator.clip_grad_norm_(model.parameters(), 1.0))  # samerun: the norm
                 optimizer.step()
                 optimizer.zero_grad()
         scheduler.step()

@@ -1,7 +1,7 @@
-"""Trains a small Llama on Python's own sources with the Hugging Face Trainer, and resumes on other numbers of processes.
+"""Trains a small Llama on Python's own sources with the Hugging Face Trainer, on any number of processes.
 
-    torchrun --standalone --nproc-per-node 2 train.py --per-device 3 --accumulation 2 --steps 8 --save-dir checkpoints
-    torchrun --standalone --nproc-per-node 3 train.py --per-device 2 --accumulation 2 --steps 40 --resume checkpoints/checkpoint-8
+    torchrun --standalone --nproc-per-node 2 train.py --per-device 3 --steps 8 --save-dir saved
+    torchrun --standalone --nproc-per-node 3 train.py --per-device 2 --steps 40 --resume saved/checkpoint-8
 
 A stock Trainer with its own checkpoints. It goes on in the data by itself as long as per-device x accumulation x
 processes stays the same. The lines that samerun adds are marked `# samerun`.

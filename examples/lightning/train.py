@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 train.py --batch 12 --at-once 3 --steps 8 --save-dir checkpoints
     torchrun --standalone --nproc-per-node 1 train.py --batch 12 --at-once 3 --steps 40 --resume checkpoints/last.ckpt
 
-`--strategy ddp` replicates the model and saves one file, `--strategy fsdp2` shards it (ModelParallelStrategy) and saves a
-directory. The lines that samerun adds are marked `# samerun`.
+`--strategy ddp` replicates the model and saves one file, `--strategy fsdp2` shards it (ModelParallelStrategy) and saves
+a directory. The lines that samerun adds are marked `# samerun`.
 """
 
 from __future__ import annotations
@@ -124,7 +124,9 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[
-            SamerunCallback(sampler, evaluate, layout={"dp_shard" if sharded else "dp_replicate": world_size}),  # samerun
+            SamerunCallback(
+                sampler, evaluate, layout={"dp_shard" if sharded else "dp_replicate": world_size}
+            ),  # samerun
             ModelCheckpoint(args.save_dir, filename="last", every_n_train_steps=args.steps),
         ],
     )

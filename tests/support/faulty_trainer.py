@@ -34,9 +34,26 @@ def pl_forget_optimizer() -> None:
     Strategy.load_optimizer_state_dict = lambda self, checkpoint: None
 
 
-def pl_restart_data() -> None:
+def accelerate_forget_optimizer() -> None:
+    """Accelerate loads the sharded model without its optimizer."""
+    import accelerate.accelerator as module
+
+    module.load_fsdp_optimizer = lambda *arguments, **named: None
+
+
+def deepspeed_forget_optimizer() -> None:
+    """DeepSpeed loads the model only: what `load_optimizer_states=False` does."""
+    import functools
+
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    whole = DeepSpeedEngine.load_checkpoint
+    DeepSpeedEngine.load_checkpoint = functools.partialmethod(whole, load_optimizer_states=False)
+
+
+def restart_data() -> None:
     """The loader hands out the epoch from its first batch, whatever was committed."""
-    from samerun.train.sampler import ElasticSampler, Committed
+    from samerun.train.sampler import Committed, ElasticSampler
 
     ElasticSampler.__iter__ = lambda self: self._microbatches(Committed())
 
@@ -46,7 +63,9 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "hf-forget-optimizer": hf_forget_optimizer,
     "hf-restart-data": hf_restart_data,
     "pl-forget-optimizer": pl_forget_optimizer,
-    "pl-restart-data": pl_restart_data,
+    "accelerate-forget-optimizer": accelerate_forget_optimizer,
+    "deepspeed-forget-optimizer": deepspeed_forget_optimizer,
+    "restart-data": restart_data,
 }
 
 if __name__ == "__main__":

@@ -51,6 +51,6 @@ def test_an_optimizer_that_is_not_restored(promoted: Move, tmp_path: Path) -> No
 
 
 def test_data_that_begins_again(promoted: Move, tmp_path: Path) -> None:
-    result = promoted.copy(tmp_path / "move").run(fault="pl-restart-data", stage="05-update")
+    result = promoted.copy(tmp_path / "move").run(fault="restart-data", stage="05-update")
     assert result.verdict.decision == "reject"
     assert "SR-SAMPLE-OMITTED" in codes(result), wrongly(result)

@@ -177,3 +177,44 @@ def test_samples_after_record_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="samples was called after record"):
         recorder.samples([1])
     recorder.close()
+
+
+def test_the_norm_before_clipping(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, norms="every")
+    model, optimizer = make(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    recorder.attach(model, optimizer)
+    recorder.loaded(update=0)
+    expected = []
+    for told in (True, False, None):
+        optimizer.zero_grad()
+        one_pass(model, recorder, [0])
+        if told is False:
+            recorder.grad_norm()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        if told:
+            recorder.grad_norm(norm)
+        expected.append(1e-3 if told is None else norm.item())
+        optimizer.step()
+    recorder.close()
+    assert [line.grad_norm for line in read_trace(tmp_path).lead.updates] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_gradient_that_is_computed_within_the_step(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, norms="every")
+    model, optimizer = make(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    recorder.attach(model, optimizer)
+    recorder.loaded(update=0)
+    norms = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = one_pass(model, recorder, [len(norms)])
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    recorder.close()
+    lines = read_trace(tmp_path).lead.updates
+    assert [line.sample_ids for line in lines] == [(0,), (1,)]
+    assert [line.grad_norm for line in lines] == pytest.approx(norms, rel=1e-5)

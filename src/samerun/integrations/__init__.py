@@ -1,1 +1,1 @@
-"""Thin bridges from trainers to `samerun.train.Recorder`. Each module imports its own framework; this one imports none."""
+"""Thin bridges from trainers to `samerun.train.Recorder`, each of which imports its framework."""

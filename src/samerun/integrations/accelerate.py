@@ -38,7 +38,11 @@ def attach(
     if problems := check_prepared(accelerator, scheduler):
         raise UsageError(problems)
     recorder.attach(
-        model, getattr(optimizer, "optimizer", optimizer), _inner(scheduler), getattr(accelerator, "scaler", None), **more
+        model,
+        getattr(optimizer, "optimizer", optimizer),
+        _inner(scheduler),
+        getattr(accelerator, "scaler", None),
+        **more,
     )
 
 
@@ -53,7 +57,7 @@ def check_prepared(accelerator: Any, scheduler: Any) -> list[Problem]:
     return [
         Problem(
             "SR-REC-USE",
-            f"Accelerate steps a prepared scheduler {steps} times per update: another rate on other numbers of processes",
+            f"Accelerate steps a prepared scheduler {steps} times per update, once for every process",
             where={"key": "scheduler"},
             expected="1 step per update",
             found=steps,
@@ -65,8 +69,8 @@ def check_prepared(accelerator: Any, scheduler: Any) -> list[Problem]:
 def begin_update(accelerator: Any) -> None:
     """Says that the next pass is the first of an update. Every process calls it after `load_state`.
 
-    Accelerate saves how many passes it counted and goes on from there, on the processes that existed when it saved. With
-    another number of passes per update, the next step would come in the middle of one, and not on every process.
+    Accelerate saves how many passes it counted and goes on from there, on the processes that existed when it saved.
+    With another number of passes per update, the next step would come in the middle of one, and not on every process.
     """
     accelerator.step = 0
 

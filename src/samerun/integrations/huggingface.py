@@ -136,14 +136,13 @@ class SamerunCallback(TrainerCallback, ExportableState):
         if loss is None:
             raise misuse(
                 "the model's output has no loss",
-                "pass labels to the model; a loss computed outside of it (label smoothing, compute_loss_func) is not seen",
+                "pass labels to the model; a loss made outside of it (label smoothing, compute_loss_func) is unseen",
             )
         tokens, items = _valid_tokens(module, named), named.get("num_items_in_batch")
         # With num_items_in_batch the model returns its sum over all tokens of the update; else the mean of the pass.
-        whole = items is None or not tokens
-        mean = loss.detach() if whole else loss.detach() * (items / tokens)
-        weight = 1 if items is None else tokens
-        self.recorder.samples(self._ids.tolist(), loss=mean, tokens=tokens, weight=weight)
+        share = 1.0 if items is None or not tokens else items / tokens
+        weight = 1 if items is None or tokens is None else tokens
+        self.recorder.samples(self._ids.tolist(), loss=loss.detach() * share, tokens=tokens, weight=weight)
 
 
 def dealt(args: Any, num_batches: int) -> dict[str, int]:
@@ -193,7 +192,7 @@ def check_resumed_batch(before: Mapping[str, int], now: Mapping[str, int], updat
                 where={"key": "updates in an epoch"},
                 expected=before["epoch_updates"],
                 found=now["epoch_updates"],
-                hint="the end of an epoch is padded for the processes; dataloader_drop_last, or move within the first epoch",
+                hint="its end is padded for the processes: set dataloader_drop_last, or move within the first epoch",
             )
         ]
     return []

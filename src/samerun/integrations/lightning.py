@@ -14,8 +14,9 @@ automatic optimization. Needs the package `lightning`, or `pytorch_lightning`.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from samerun.integrations.tagged import SAMPLE_IDS, WithSampleIds
 from samerun.train.lines import misuse
 from samerun.train.recorder import Recorder
 
-if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
+if TYPE_CHECKING or find_spec("lightning") is not None:
     from lightning.pytorch.callbacks import Callback, Checkpoint
 else:
     from pytorch_lightning.callbacks import Callback, Checkpoint
@@ -39,8 +40,9 @@ class SamerunCallback(Callback):
     """Records what a Lightning Trainer does, and commits the sampler's position after each update.
 
     Lightning restarts an unfinished epoch of a plain loader from its first sample. With the sampler's position in the
-    callback's own state, which Lightning saves and restores, it goes on with the next one, on any number of processes.
-    In a job that samerun launched nothing is saved or logged, and fitting ends after its last update.
+    callback's own state, which Lightning saves and restores, it goes on with the next one, on any number of processes
+    and passes per update. In a job that samerun launched nothing is saved or logged, and fitting ends after its last
+    update.
 
     Args:
         sampler: the batch sampler of the training loader. Its updates all make `accumulate_grad_batches` passes:
@@ -63,7 +65,7 @@ class SamerunCallback(Callback):
         self.recorder = Recorder.from_env(ledger)
         self.sampler = sampler
         self._evaluate, self._layout = evaluate, layout
-        self._read_ids = ids or (lambda batch: batch[SAMPLE_IDS])
+        self._read_ids: Callable[[Any], Any] = ids or itemgetter(SAMPLE_IDS)
         self._ids: list[int | str] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,6 +90,7 @@ class SamerunCallback(Callback):
                 f"the sampler deals an update in {expected} passes, and the Trainer steps after {found}",
                 "Trainer(accumulate_grad_batches=sampler.dealing.passes)",
             )
+        _begin_update(trainer.fit_loop.epoch_loop)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self.recorder.attach(
             trainer.model,
@@ -115,6 +118,10 @@ class SamerunCallback(Callback):
         """Called by Lightning with the pass's loss, already divided by the number of passes."""
         self.recorder.samples(self._ids, loss=loss.detach() * trainer.accumulate_grad_batches)
 
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Called by Lightning after the last backward of an update, before it clips."""
+        self.recorder.grad_norm()
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Called by Lightning after each pass, and after the step where there is one; before it logs."""
         if trainer.global_step > self.sampler.committed.update:
@@ -131,3 +138,14 @@ class SamerunCallback(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Called by Lightning when fitting ends."""
         self.recorder.close()
+
+
+def _begin_update(epoch_loop: Any) -> None:
+    """Lets the next pass be the first of an update, and the loader's length count from it.
+
+    Lightning goes on counting passes from the checkpoint. With another number of passes per update the next step would
+    come in the middle of one; and it would take the rest of the epoch, which is what the loader gives, for the whole.
+    """
+    epoch_loop.batch_progress.reset_on_run()
+    if epoch_loop.restarted_on_train_batch_end:  # it counts the pass within which it was saved only now
+        epoch_loop.batch_progress.current.completed = -1

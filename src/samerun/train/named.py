@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from samerun.core.state import normalize_fqn
 from samerun.errors import Problem, UsageError
+from samerun.train.flatpart import FlatPart
 
 if TYPE_CHECKING:
     import torch
@@ -131,14 +132,16 @@ def parameter_names(model: nn.Module | Sequence[nn.Module]) -> dict[int, str]:
     }
 
 
-def named_optimizer_tensors(model: nn.Module | Sequence[nn.Module], optimizer: Any) -> dict[str, torch.Tensor]:
+def named_optimizer_tensors(
+    model: nn.Module | Sequence[nn.Module], optimizer: Any
+) -> dict[str, torch.Tensor | FlatPart]:
     """Returns every tensor of the optimizer's state by key, `optim.<slot>:<fqn>`, step counters included."""
     import torch
 
     return {
         f"optim.{slot}:{name}": value
         for name, slot, value in optimizer_slots(model, optimizer)
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, torch.Tensor | FlatPart)
     }
 
 

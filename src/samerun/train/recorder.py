@@ -39,6 +39,7 @@ from samerun.trace import TraceWriter
 from samerun.train.launch import Launch, read_launch
 from samerun.train.lines import header_line, misuse, read_layout, update_line
 from samerun.train.passes import Passes
+from samerun.train.values import number
 
 if TYPE_CHECKING:
     from torch import nn
@@ -280,6 +281,21 @@ class Recorder:
             self.close()
             raise StageDone(0)
         self._passes.note(ids, loss, tokens, weight)
+
+    def grad_norm(self, norm: Any = None) -> None:
+        """Says the L2 norm of the update's whole gradient before clipping, between the last backward and the step.
+
+        For loops that call `samples` and clip. Without it, the norm of the gradient that the step used is measured.
+
+        Args:
+            norm: what the clipping function returned; None measures the gradients that the parameters have now, in the
+                updates in which norms are measured.
+        """
+        if self._directory is None:
+            return
+        self._require_attached("grad_norm")
+        if self._watch is not None:
+            self._watch.note_gradient(None if norm is None else number(norm))
 
     def record(
         self,

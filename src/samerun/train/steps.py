@@ -76,6 +76,7 @@ class StepWatch:
         self._steps = 0
         self._before: dict[str, torch.Tensor] | None = None
         self._gradient: torch.Tensor | None = None
+        self._told_norm: float | None = None
         # What a step made now would use. The scheduler and the scaler may have moved on when the update is recorded.
         self._lr = tuple(learning_rates(self._optimizers))
         self._loss_scale = None if self._scaler is None else float(self._scaler.get_scale())
@@ -90,20 +91,44 @@ class StepWatch:
         for handle in self._handles:
             handle.remove()
 
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
+    def note_gradient(self, norm: float | None) -> None:
+        """Takes the norm of the update's gradient as told, or, for None, as it is now where norms are measured."""
         import torch
 
+        self._told_norm = norm
+        if norm is None and self._detail():
+            with torch.no_grad():
+                self._gradient = self._norms.squared_gradient()
+
+    def _before_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        import torch
+
+        computes = len(arguments) > 1 or named.get("closure") is not None  # the gradient, within the step
         self._lr = tuple(learning_rates(self._optimizers))
         if self._before is None and self._detail():
             names = self._norms.names if self._all_next else self._norms.trainable
             with torch.no_grad():
                 self._before = self._norms.copy(names)
-                self._gradient = self._norms.squared_gradient()
+                if self._gradient is None and not computes:
+                    self._gradient = self._norms.squared_gradient()
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
+        import torch
+
         self._steps += 1
+        if self._before is not None and self._gradient is None:
+            with torch.no_grad():
+                self._gradient = self._norms.squared_gradient()
         if self._steps == len(self._optimizers):
             self._ends()
+
+    def _gradient_norm(self, squared: float) -> float | None:
+        """Returns the norm that was told, that which an optimizer tells, or that of the parameters' gradients."""
+        told = [] if self._told_norm is None else [self._told_norm]
+        told += [
+            optimizer.global_grad_norm() for optimizer in self._optimizers if hasattr(optimizer, "global_grad_norm")
+        ]
+        return told[0] if told else math.sqrt(squared)
 
     def take(self) -> StepFacts:
         """Returns what happened since the last call. Collective whenever norms were measured."""
@@ -116,11 +141,13 @@ class StepWatch:
             with torch.no_grad():
                 changes = self._norms.squared_change(self._before)
             *squares, gradient = add_over_ranks(torch.cat([changes, self._gradient]))
-            grad_norm, update_norm = math.sqrt(gradient), math.sqrt(math.fsum(squares))
+            grad_norm, update_norm = self._gradient_norm(gradient), math.sqrt(math.fsum(squares))
             deltas = self._norms.norms(squares, self._watched)
             if self._all_next:
                 moved = self._norms.norms(squares, self._norms.names)
                 self._all_next = False
+        else:
+            grad_norm = self._told_norm
         facts = StepFacts(
             lr=self._lr,
             loss_scale=self._loss_scale,
