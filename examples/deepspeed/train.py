@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=1, help="passes per update")
     parser.add_argument("--steps", type=int, default=40, help="train up to this update")
     parser.add_argument("--save-dir", help="save there after the last update")
-    parser.add_argument("--resume", help="a directory with checkpoints")
+    parser.add_argument("--resume", help="a checkpoint, or a directory of them")
     args = parser.parse_args()
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes minutes and nothing here needs it
@@ -108,7 +108,11 @@ def main() -> None:
         engine.module, engine.zero, engine.lr_scheduler, engine.scaler, sampler=sampler, layout={"dp_shard": world_size}
     )
     if args.resume:
-        _, saved = engine.load_checkpoint(args.resume)
+        path = Path(args.resume)  # of one checkpoint, or of the directory whose `latest` names one
+        folder, tag = (path, None) if (path / "latest").exists() else (path.parent, path.name)
+        found, saved = engine.load_checkpoint(str(folder), tag=tag)
+        if found is None:
+            raise SystemExit(f"--resume: DeepSpeed finds no checkpoint at {path}")
         sampler.load_state_dict(saved["sampler"])  # samerun
     recorder.loaded(update=engine.completed_updates)  # samerun
     fixed = [torch.stack(column) for column in zip(*(data[i][1:] for i in range(0, 400, 100)), strict=True)]

@@ -22,7 +22,7 @@ def _on_cpu() -> None:
 
 
 def move(folder: Path, stage: int, ranks: int, to: int) -> Move:
-    """Trains 12 samples an update on `ranks` ranks and moves the run to `to` of them, through a converted checkpoint."""
+    """Trains 12 samples an update on `ranks` ranks and moves the run to `to` ranks through a converted checkpoint."""
     moved = new_move(folder, "deepspeed")
     moved.train(*(ranks, "--stage", stage, "--at-once", 3, "--passes", 4 // ranks, "--steps", 8, "--save-dir", "saved"))
     moved.draft(
