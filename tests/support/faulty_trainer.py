@@ -13,6 +13,20 @@ from pathlib import Path
 from typing import Any
 
 
+def torch_forget_optimizer() -> None:
+    """The optimizer forgets what it was given."""
+    import torch.distributed.checkpoint.state_dict as state_dict
+
+    original = state_dict.set_state_dict
+
+    def set_state_dict(model: Any, optimizer: Any, **named: Any) -> Any:
+        result = original(model, optimizer, **named)
+        optimizer.state.clear()
+        return result
+
+    state_dict.set_state_dict = set_state_dict
+
+
 def hf_forget_optimizer() -> None:
     """Trainer resumes without its optimizer and scheduler."""
     from transformers import Trainer
@@ -60,6 +74,7 @@ def restart_data() -> None:
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "none": lambda: None,
+    "torch-forget-optimizer": torch_forget_optimizer,
     "hf-forget-optimizer": hf_forget_optimizer,
     "hf-restart-data": hf_restart_data,
     "pl-forget-optimizer": pl_forget_optimizer,
