@@ -70,6 +70,7 @@ def make_engine(args: argparse.Namespace) -> RecordedEngine:
         "gradient_accumulation_steps": args.passes,
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": args.stage, "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": args.bf16},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -80,6 +81,7 @@ def make_engine(args: argparse.Namespace) -> RecordedEngine:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=3)
+    parser.add_argument("--bf16", action="store_true", help="train in bfloat16, with float32 masters")
     parser.add_argument("--at-once", type=int, default=3, help="samples of one rank in one pass")
     parser.add_argument("--passes", type=int, default=1, help="passes per update")
     parser.add_argument("--steps", type=int, default=40, help="train up to this update")
@@ -118,7 +120,7 @@ def main() -> None:
     fixed = [torch.stack(column) for column in zip(*(data[i][1:] for i in range(0, 400, 100)), strict=True)]
 
     def evaluate() -> dict[str, Tensor]:
-        logits = engine(fixed[0])
+        logits = engine(fixed[0]).float()
         return {"losses": nn.functional.cross_entropy(logits, fixed[1], reduction="none"), "logits": logits}
 
     recorder.evaluate(evaluate)  # samerun
@@ -128,7 +130,7 @@ def main() -> None:
             break
         for microbatch in update:
             ids, text, following = microbatch.batch
-            loss = nn.functional.cross_entropy(engine(text), following)
+            loss = nn.functional.cross_entropy(engine(text).float(), following)
             recorder.samples(ids.tolist(), loss=loss)  # samerun
             engine.backward(loss)
             engine.step()

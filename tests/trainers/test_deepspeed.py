@@ -21,15 +21,17 @@ def _on_cpu() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
 
 
-def move(folder: Path, stage: int, ranks: int, to: int) -> Move:
+def move(folder: Path, stage: int, ranks: int, to: int, *flags: str) -> Move:
     """Trains 12 samples an update on `ranks` ranks and moves the run to `to` ranks through a converted checkpoint."""
     moved = new_move(folder, "deepspeed")
-    moved.train(*(ranks, "--stage", stage, "--at-once", 3, "--passes", 4 // ranks, "--steps", 8, "--save-dir", "saved"))
+    moved.train(
+        *(ranks, "--stage", stage, "--at-once", 3, "--passes", 4 // ranks, "--steps", 8, "--save-dir", "saved", *flags)
+    )
     moved.draft(
-        *("saved", f"dp_shard={ranks}", f"dp_shard={to}", f"--stage {stage} {ARGUMENTS}"),
+        *("saved", f"dp_shard={ranks}", f"dp_shard={to}", " ".join((f"--stage {stage} {ARGUMENTS}", *flags))),
         batch__global_batch=12,
         batch__max_microbatch=min(3, 12 // to),
-        control__vary_microbatch=1,
+        run__precision="bfloat16" if flags else "float32",
     )
     text = moved.manifest.read_text()
     kept = [line for line in text.splitlines() if not line.startswith("convert:")]
@@ -45,9 +47,9 @@ def promoted(tmp_path_factory: pytest.TempPathFactory) -> Move:
     return move(tmp_path_factory.mktemp("zero3"), 3, 4, 3)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_two_ranks_to_four(tmp_path: Path, stage: int) -> None:
-    move(tmp_path, stage, 2, 4)
+@pytest.mark.parametrize(("stage", "flags"), [(1, ()), (2, ()), (2, ("--bf16",))], ids=["1", "2", "2-bf16"])
+def test_two_ranks_to_four(tmp_path: Path, stage: int, flags: tuple[str, ...]) -> None:
+    move(tmp_path, stage, 2, 4, *flags)
 
 
 def test_an_optimizer_that_is_not_restored(promoted: Move, tmp_path: Path) -> None:

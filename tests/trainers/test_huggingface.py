@@ -14,23 +14,32 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(90
 ARGUMENTS = "--per-device {max_microbatch} --accumulation {passes} --steps 100 --save-dir unused --resume {checkpoint}"
 
 
-@pytest.fixture(scope="module")
-def promoted(tmp_path_factory: pytest.TempPathFactory) -> Move:
-    """Two processes to three, promoted."""
-    move = new_move(tmp_path_factory.mktemp("hf"), "huggingface")
+def move_to(folder: Path, ranks: int, micro: int) -> Move:
+    """Trains 12 samples an update on two processes and moves the run to `ranks` of them."""
+    move = new_move(folder, "huggingface")
     move.train(2, "--per-device", 3, "--accumulation", 2, "--steps", 8, "--save-dir", "saved")
     move.draft(
-        *("saved/checkpoint-8", "dp_replicate=2", "dp_replicate=3", ARGUMENTS),
+        *("saved/checkpoint-8", "dp_replicate=2", f"dp_replicate={ranks}", ARGUMENTS),
         batch__global_batch=12,
-        batch__max_microbatch=2,
+        batch__max_microbatch=micro,
     )
     result = move.run()
     assert result.verdict.decision == "promote", wrongly(result)
     return move
 
 
-def test_from_two_processes_to_three(promoted: Move) -> None:
+@pytest.fixture(scope="module")
+def promoted(tmp_path_factory: pytest.TempPathFactory) -> Move:
+    """Two processes to three, promoted."""
+    return move_to(tmp_path_factory.mktemp("hf"), 3, 2)
+
+
+def test_a_launched_job_saves_nothing(promoted: Move) -> None:
     assert not (promoted.folder / "unused").exists() or not list((promoted.folder / "unused").iterdir())
+
+
+def test_from_two_processes_to_one(tmp_path: Path) -> None:
+    move_to(tmp_path, 1, 4)
 
 
 def test_an_optimizer_that_is_not_restored(promoted: Move, tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def test_a_resumed_trainer_with_another_batch_is_stopped(tmp_path: Path) -> None
         def train(micro: int, steps: int, resume: str | None, **callback: Any) -> int:
             settings = names["TrainingArguments"](
                 output_dir=str(tmp_path), max_steps=steps, save_steps=2, per_device_train_batch_size=micro,
-                use_cpu=True, report_to=[], disable_tqdm=True, remove_unused_columns=False, lr_scheduler_type="constant",
+                use_cpu=True, report_to=[], disable_tqdm=True, remove_unused_columns=False,
+                lr_scheduler_type="constant",
             )  # fmt: skip
             trainer = names["Trainer"](
                 model=names["model"], args=settings, train_dataset=WithSampleIds(names["dataset"]),

@@ -134,6 +134,16 @@ class ZeroOptimizer:
             for member in members
         }
 
+    @property
+    def masters(self) -> dict[Any, FlatPart]:
+        """Each parameter's fp32 master, where the model itself is trained in another type."""
+        return {
+            member.parameter: member.part(flat)
+            for _, members, flat in self._buffers()
+            for member in members
+            if member.parameter.dtype != flat.dtype
+        }
+
     def _buffers(self) -> Iterator[tuple[int, list[_Member], torch.Tensor]]:
         """Yields (group, members, this rank's flat buffer)."""
         zero = self._zero

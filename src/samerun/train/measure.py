@@ -15,7 +15,7 @@ from samerun.train.agree import add_over_ranks, distinct, world
 from samerun.train.digest import digest_shard, dtype_of
 from samerun.train.facts import Replica, TensorFact
 from samerun.train.flatpart import FlatPart
-from samerun.train.named import COUNTER_SLOTS, optimizer_slots, own_buffers, own_parameters
+from samerun.train.named import COUNTER_SLOTS, optimizer_masters, optimizer_slots, own_buffers, own_parameters
 from samerun.train.shards import Shard, local_shard, whole_shape
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ def read_local(model: Any, optimizer: Any) -> Local:
     for name, slot, value in optimizer_slots(model, optimizer) if optimizer is not None else ():
         if (tensor := _as_tensor(value)) is not None:
             hold(f"optim.{slot}:{name}", tensor)
+    for name, master in optimizer_masters(model, optimizer) if optimizer is not None else ():
+        hold(f"master:{name}", master)
     return Local(tuple(held), tuple(problems))
 
 
