@@ -22,6 +22,8 @@ def move_to(folder: Path, ranks: int, micro: int) -> Move:
         *("saved/checkpoint-8", "dp_replicate=2", f"dp_replicate={ranks}", ARGUMENTS),
         batch__global_batch=12,
         batch__max_microbatch=micro,
+        source__microbatch=3,
+        source__accumulation=2,
     )
     result = move.run()
     assert result.verdict.decision == "promote", wrongly(result)

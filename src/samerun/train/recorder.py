@@ -268,9 +268,7 @@ class Recorder:
         """
         if self._directory is None:
             return
-        self._require_attached("samples")
-        if self._watch is None or not self._loaded:
-            raise misuse("samples was called before loaded", "call recorder.loaded(update=...) once; 0 for a new run")
+        self._require_loaded("samples")
         if ids is None and not hasattr(self._sampler, "update_ids"):
             raise misuse("samples was given no ids", "pass them, or give attach the ElasticSampler that deals them")
         if self._num_updates and not self._by_steps:
@@ -293,9 +291,7 @@ class Recorder:
         """
         if self._directory is None:
             return
-        self._require_attached("grad_norm")
-        if self._watch is not None:
-            self._watch.note_gradient(None if norm is None else number(norm))
+        self._require_loaded("grad_norm").note_gradient(None if norm is None else number(norm))
 
     def record(
         self,
@@ -321,9 +317,7 @@ class Recorder:
         """
         if self._directory is None:
             return
-        self._require_attached("record")
-        if self._watch is None or not self._loaded:
-            raise misuse("record was called before loaded", "call recorder.loaded(update=...) once; 0 for a new run")
+        self._require_loaded("record")
         if self._by_steps:
             raise misuse("record was called after samples", "use one of them: record, or samples and the step's hook")
         if self._update is not None and update <= self._update:
@@ -442,6 +436,12 @@ class Recorder:
                 f"{method} was called {what}", "attach once, when model and optimizer are built; close at the end"
             )
         return self._writer
+
+    def _require_loaded(self, method: str) -> StepWatch:
+        self._require_attached(method)
+        if self._watch is None or not self._loaded:
+            raise misuse(f"{method} was called before loaded", "call recorder.loaded(update=...) once; 0 for a new run")
+        return self._watch
 
     def _close_at_exit(self) -> None:
         if not self._closed and self._writer is not None:
