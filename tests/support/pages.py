@@ -107,6 +107,7 @@ def deepspeed_names() -> Iterator[dict[str, Any]]:
         yield {**_loop_names(), "deepspeed": deepspeed, "config": config}
     finally:
         dist.destroy_process_group()
+        deepspeed.comm.comm.cdb = deepspeed.utils.groups._WORLD_GROUP = None  # else the next one finds this group
 
 
 SETUPS: dict[str, Callable[[], AbstractContextManager[dict[str, Any]]]] = {

@@ -140,3 +140,19 @@ def test_without_a_launch_the_model_does_not_see_the_ids(tmp_path: Path) -> None
         ).train()
         assert not callback.recorder.active
         assert not list(names["model"]._forward_pre_hooks)
+
+
+def test_an_engine_without_zero_is_refused() -> None:
+    pytest.importorskip("deepspeed")
+    with names_for("deepspeed") as names:
+        from samerun.integrations.deepspeed import RecordedEngine
+
+        def engine(stage: int) -> Any:
+            model = torch.nn.Linear(4, 1)
+            config = {**names["config"], "zero_optimization": {"stage": stage}}
+            optimizer = torch.optim.AdamW(model.parameters())
+            return names["deepspeed"].initialize(model=model, optimizer=optimizer, config=config)[0]
+
+        with pytest.raises(UsageError, match="not that of ZeRO"):
+            RecordedEngine(engine(0))
+        assert RecordedEngine(engine(2)).scaler is None

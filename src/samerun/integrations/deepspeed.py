@@ -27,7 +27,7 @@ from samerun.train.flatpart import FlatPart
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RecordedEngine", "ZeroOptimizer"]
+__all__ = ["RecordedEngine", "ZeroOptimizer", "check_zero"]
 
 Hook = Callable[..., Any]
 
@@ -41,7 +41,7 @@ class RecordedEngine:
         scaler: its loss scale, for fp16; None otherwise.
 
     Raises:
-        UsageError: for an optimizer other than that of ZeRO 1, 2 or 3 without offload.
+        UsageError: for what `check_zero` finds.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -84,17 +84,8 @@ class ZeroOptimizer:
         self.optimizer: Any = getattr(self._zero, "optimizer", None)
         self.before: dict[int, Hook] = {}
         self.after: dict[int, Hook] = {}
-        kinds = ("round_robin_bit16_offsets", "fp32_partitioned_groups_flat")
-        if self.optimizer is None or not any(hasattr(self._zero, kind) for kind in kinds):
-            raise UsageError(
-                Problem(
-                    "SR-REC-USE",
-                    "the engine's optimizer is not that of ZeRO 1, 2 or 3",
-                    expected="DeepSpeedZeroOptimizer or DeepSpeedZeroOptimizer_Stage3",
-                    found=type(self._zero).__name__,
-                    hint="without ZeRO attach the recorder to engine.module and engine.optimizer itself",
-                )
-            )
+        if problems := check_zero(self._zero):
+            raise UsageError(problems)
 
     def register_step_pre_hook(self, hook: Hook) -> _Handle:
         """Calls `hook` before each update."""
@@ -153,6 +144,39 @@ class ZeroOptimizer:
             return
         for number, flat in enumerate(zero.single_partition_of_fp32_groups):
             yield number, list(_stage12(zero, number, flat.numel())), flat
+
+
+def check_zero(zero: Any) -> list[Problem]:
+    """Returns findings (SR-REC-USE) if an engine's optimizer is not one whose parts on each rank can be shown."""
+    import torch.distributed as dist
+
+    if not any(hasattr(zero, kind) for kind in ("round_robin_bit16_offsets", "fp32_partitioned_groups_flat")):
+        return [
+            Problem(
+                "SR-REC-USE",
+                "the engine's optimizer is not that of ZeRO 1, 2 or 3",
+                expected="DeepSpeedZeroOptimizer or DeepSpeedZeroOptimizer_Stage3",
+                found=type(zero).__name__,
+                hint="without ZeRO attach the recorder to engine.module and engine.optimizer itself",
+            )
+        ]
+    problems: list[Problem] = []
+    if getattr(zero, "swap_optimizer", False):
+        message = "the optimizer state lies on NVMe, where it cannot be digested in place"
+        problems.append(Problem("SR-REC-USE", message, hint="offload it to the CPU for a judged job"))
+    groups = getattr(zero, "real_dp_process_group", None) or [zero.dp_process_group]
+    sizes = sorted({dist.get_world_size(group=group) for group in groups})
+    if sizes != [dist.get_world_size()]:
+        problems.append(
+            Problem(
+                "SR-REC-USE",
+                "ZeRO cuts over some of the ranks only, as with tensor, pipeline or expert parallelism",
+                expected=f"{dist.get_world_size()} ranks",
+                found=", ".join(map(str, sizes)),
+                hint="the bridge covers plain data parallelism",
+            )
+        )
+    return problems
 
 
 @dataclass(frozen=True, slots=True, eq=False)
