@@ -9,16 +9,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from samerun.demo.faults import FAULTS
+from support.warm_ranks import warm_launches
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 REPLICATED = "dp_replicate=2,dp_shard=2"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[None]:
+    """Every job of this module forks its ranks from one process that has torch imported."""
+    with warm_launches():
+        yield
 
 
 def demo(directory: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:

@@ -21,6 +21,7 @@ from samerun.runner.launch import find_processes
 from samerun.runner.run import RunResult, run_migration
 from samerun.runner.rundir import RunDirectory
 from support.manifests import manifest_data, to_yaml
+from support.warm_ranks import WARM_PATH, warm_launches
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "pytorch"
 TORCHRUN = "{python} -m torch.distributed.run --standalone --nproc-per-node {world_size}"
 ARGUMENTS = "--size tiny --layout {layout} --global-batch {global_batch} --max-microbatch {max_microbatch}"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{WARM_PATH}"}
 UPDATES = 8  # 13..20 contain a logging and an evaluation boundary
 
 
@@ -65,6 +66,13 @@ def train(folder: Path) -> None:
     values = {"python": sys.executable, "world_size": 4, "layout": "dp_shard=4", "global_batch": 32}
     command = [*words.format(**values, max_microbatch=4).split(), "--trace-dir", f"{folder}/ledger"]
     subprocess.run(command, env={**os.environ, **ENVIRONMENT}, check=True, timeout=300, capture_output=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[None]:
+    """The jobs here fork their ranks from one process that has torch imported; the interrupted one does not."""
+    with warm_launches():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +113,11 @@ def promoted(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 def interrupt(workspace: Workspace) -> None:
-    """Runs until the second control job is under way, and ends samerun there with SIGTERM."""
+    """Runs until the second control job is under way, and ends samerun there with SIGTERM. The launcher is torchrun."""
     command = [sys.executable, "-m", "samerun", "run", str(workspace.manifest)]
-    runner = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, **ENVIRONMENT}
+    del environment["WARM_RANKS"]
+    runner = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     under_way = workspace.rundir.stage("02-control") / "repeat-2" / "log.txt"
     deadline = time.monotonic() + 300
     while not under_way.exists() and runner.poll() is None and time.monotonic() < deadline:
