@@ -14,10 +14,11 @@ from typing import Any
 from samerun.demo.answers import fill_in
 from samerun.runner.run import RunResult, run_migration
 from samerun.runner.rundir import RunDirectory
+from support.warm_ranks import WARM_PATH
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = "{python} -m torch.distributed.run --standalone --nproc-per-node {world_size}"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{WARM_PATH}"}
 
 
 @dataclass(frozen=True)

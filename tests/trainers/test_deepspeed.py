@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support.moves import Move, codes, new_move, wrongly
+from support.warm_ranks import warm_launches
 
 pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -14,11 +17,12 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(90
 ARGUMENTS = "--at-once {max_microbatch} --passes {passes} --steps 100 --resume {checkpoint}"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _on_cpu() -> None:
-    import os
-
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[None]:
+    """Every job of this module forks its ranks from one process that has the framework imported."""
     os.environ["DS_ACCELERATOR"] = "cpu"
+    with warm_launches("deepspeed"):
+        yield
 
 
 def move(folder: Path, stage: int, ranks: int, to: int, *flags: str) -> Move:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support.moves import Move, codes, new_move, wrongly
+from support.warm_ranks import warm_launches
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ARGUMENTS = "--per-device {max_microbatch} --accumulation {passes} --steps 100 --save-dir unused --resume {checkpoint}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[None]:
+    """Every job of this module forks its ranks from one process that has the framework imported."""
+    with warm_launches("transformers", "transformers.models.llama", "accelerate"):
+        yield
 
 
 def move_to(folder: Path, ranks: int, micro: int) -> Move:

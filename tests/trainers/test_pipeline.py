@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support.moves import Move, codes, new_move, wrongly
+from support.warm_ranks import warm_launches
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ARGUMENTS = "--batch {global_batch} --at-once {max_microbatch} --steps 100 --resume {checkpoint}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[None]:
+    """Every job of this module forks its ranks from one process that has the framework imported."""
+    with warm_launches("torch.distributed.pipelining"):
+        yield
 
 
 @pytest.fixture(scope="module")
