@@ -19,7 +19,7 @@ ARGUMENTS = "--per-device {max_microbatch} --accumulation {passes} --steps 100 -
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> Iterator[None]:
     """Every job of this module forks its ranks from one process that has the framework imported."""
-    with warm_launches("transformers", "transformers.models.llama", "accelerate"):
+    with warm_launches("transformers.trainer", "transformers.models.llama.modeling_llama"):
         yield
 
 
