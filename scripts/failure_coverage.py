@@ -21,8 +21,13 @@ FAILURES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Files", "I", (
         ("a rank's shard is missing, or in a temporary sibling directory", "FILE-MISSING"),
         ("a shard is truncated by a byte", "FILE-TRUNCATED FILE-HEADER PKL-ZIP"),
+        ("a file is empty: the save failed before its first byte", "FILE-EMPTY"),
         ("data files without metadata", "META-MISSING"),
+        ("metadata that cannot be used, or claims another format", "META-BROKEN MEG-COMMON MEG-JSON MEG-BACKEND"),
+        ("metadata that contradicts itself or points outside", "META-ENTRY FILE-OVERLAP FILE-ESCAPE FILE-NOPLACE"),
+        ("ranks without collectives overwrote a save of more ranks", "META-CONFLICT COV-OVERLAP COV-GAP"),
         ("`latest` names a directory that never finished", "PATH-TRACKER ZERO-LATEST"),
+        ("no tracker, or one that names another: the framework starts elsewhere", "MEG-NOTRACKER MEG-TRACKED"),
         ("nodes without a shared file system hold only their own shards", "FILE-MISSING COV-GAP"),
         ("an index names a file that is absent, or tensors that a file lacks", "FILE-MISSING FILE-INDEX"),
         ("stale files of a save with more ranks", "FILE-STALE RANK-STALE ZERO-STALE UNI-STALE"),
@@ -36,18 +41,33 @@ FAILURES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     )),
     ("Rigid formats", "I", (
         ("the recorded world size cannot be changed by this format", "ZERO-RIGID RANK-RIGID UNI-RIGID UNI-STAGE"),
+        ("this encoding cannot change tensor or pipeline parallelism", "MEG-BOUND MEG-RIGID MEG-UNEVEN"),
     )),
     ("Uneven and padded shards", "I", (
         ("fewer rows than ranks: empty shards", "TO-EMPTY TO-UNEVEN TO-TP"),
         ("shards that carry no geometry", "RANK-GEOMETRY RANK-CHUNKS COV-PLACEMENT"),
-        ("flat buffers that do not fit their parameters", "ZERO-LAYOUT FSDP1-BOUNDARIES FSDP1-SHAPES"),
+        ("vocabulary padded for one degree; rows of padding, or trained", "MEG-VOCAB MEG-VOCABUSED MEG-VOCABOPEN"),
+        ("flat buffers that do not fit their parameters", "ZERO-LAYOUT MEG-LAYOUT"),
+        ("flattened parameters without boundaries or shapes", "FSDP1-BOUNDARIES FSDP1-SHAPES"),
     )),
-    ("Experts", "I", (("only some ranks' experts saved; expert files missing", "FILE-MISSING COV-GAP"),)),
+    ("Fused and strided layouts", "I", (
+        ("pipeline layers owned twice or by nobody", "MEG-LAYERS"),
+        ("halves of a gated weight saved apart do not fit", "MEG-SPLIT"),
+    )),
+    ("Fused and strided layouts", "D", (
+        ("the order of a flat buffer is not the one that its arithmetic gives", "MEG-ORDER MEG-MASTER"),
+    )),
+    ("Experts", "I", (
+        ("only some ranks' experts saved; expert files missing", "FILE-MISSING COV-GAP MEG-EXPERTS"),
+        ("router weights or their counters absent", "MEG-ROUTER"),
+    )),
     ("Optimizer state", "I", (
         ("nothing was saved, or only the first of several parts", "OPT-MISSING COV-GAP"),
         ("moments of some parameters are absent", "OPT-NOSTATE OPT-SLOT UNI-LOST"),
         ("slots that a converter does not know", "UNI-DROPPED ZERO-SLOTS COV-SLOT"),
         ("two slots are one stored tensor", "OPT-SHARED"),
+        ("a slot has another shape than its parameter: full against flat", "OPT-SHAPE"),
+        ("kept by position in a format whose loader asks by name: nothing is restored", "OPT-POSITIONAL"),
     )),
     ("Optimizer state", "D", (
         ("moments are zero after updates", "VAL-ZERO"),
@@ -57,6 +77,8 @@ FAILURES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Parameter groups", "I", (
         ("ids mapped by position while the order may differ", "OPT-ORDER OPT-OPEN OPT-ASSUMED OPT-UNMATCHED"),
         ("groups or their hyperparameters lost", "GROUP-LOST GROUP-EMPTY GROUP-HYPER GROUP-NONE UNI-GROUPS"),
+        ("stages or ranks disagree about groups and settings", "MEG-GROUPS MEG-SETTINGS ZERO-GROUPS"),
+        ("a parameter in two groups", "GROUP-TWICE"),
         ("conversion would give all groups the first one's", "ZERO-GROUPZERO UNI-GROUPZERO"),
         ("hyperparameters changed between two saves", "AGAINST-GROUPS"),
     )),
@@ -70,8 +92,10 @@ FAILURES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Scheduler", "I", (
         ("not saved", "SCHED-MISSING"),
         ("stepped once per process, or once too often", "SCHED-POSITION"),
-        ("the rates are not those of the groups", "SCHED-LR"),
+        ("the rates are not those of the groups (a stale group object)", "SCHED-LR"),
+        ("counted in samples, and at another number than were consumed", "MEG-SCHEDULE"),
         ("the schedule is a function that is not saved", "SCHED-LAMBDA"),
+        ("a schedule that is a function, with another horizon", "SCHED-HORIZON AGAINST-SCHEDULE"),
     )),
     ("Data", "I", (
         ("cursor absent", "DATA-MISSING"),
@@ -84,8 +108,8 @@ FAILURES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ("one rank's file lost", "RNG-LOST"),
     )),
     ("dtype and masters", "D", (
-        ("weights are not what masters round to", "ZERO-MASTER"),
-        ("masters rebuilt from 16 bits", "ZERO-ROUNDED UNI-ROUNDED"),
+        ("weights are not what masters round to", "ZERO-MASTER MEG-MASTER"),
+        ("masters rebuilt from 16 bits", "ZERO-ROUNDED UNI-ROUNDED MEG-ROUNDED"),
         ("moments kept in fewer bits than their parameters", "OPT-DTYPE"),
     )),
     ("Tied, frozen, never stepped", "I", (
@@ -98,28 +122,33 @@ FAILURES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ("wrapper prefixes", "NAME-WRAPPED"),
         ("one tensor under two names", "KEY-TWICE"),
         ("adapters only", "HF-ADAPTER"),
+        ("an index that does not list what its files hold", "ST-UNLISTED ST-TOTAL"),
     )),
     ("Versions", "I", (
         ("items compressed by an extension", "FILE-TRANSFORM FILE-PACKED"),
         ("a pickled object in a safetensors file", "ST-OBJECT"),
-        ("read by description only", "ZERO-UNVERIFIED"),
+        ("an optimizer encoding that newer releases refuse", "MEG-OLDENCODING"),
+        ("element types that are not known", "FILE-DTYPE"),
+        ("read by description only", "ZERO-UNVERIFIED MEG-UNVERIFIED"),
     )),
     ("Ranks", "I", (
-        ("rank files swapped", "RANK-SWAPPED ZERO-SWAPPED"),
-        ("replicas differ", "COV-REPLICA RANK-REPLICA ZERO-REPLICA"),
+        ("rank files swapped", "RANK-SWAPPED ZERO-SWAPPED MEG-SWAPPED"),
+        ("replicas differ", "COV-REPLICA RANK-REPLICA ZERO-REPLICA MEG-REPLICA"),
         ("the last rank's file lost without a trace", "RANK-OPEN"),
-        ("ranks disagree in shape or metadata", "RANK-SHAPE META-CONFLICT"),
+        ("ranks disagree in shape or metadata", "RANK-SHAPE META-CONFLICT MEG-RANKS"),
     )),
     ("Conversions", "I", (
         ("stale working folder of a conversion", "UNI-TMP"),
         ("round-robin gradients", "ZERO-ROUNDROBIN UNI-ROUNDROBIN"),
     )),
     ("Scaler and EMA", "I", (
+        ("fp16 scaler absent", "SCALER-MISSING"),
+        ("EMA absent although the run had one", "EMA-MISSING"),
+        ("EMA of another shape or other names", "EMA-SHAPE EMA-NAMES"),
+        ("EMA saved as a list, which may not fit", "EMA-UNMATCHED EMA-ORDER"),
         ("state_dict is the average", "PL-AVERAGE"),
-        ("fp16 scaler absent: shown under `resumable`, no finding of its own", ""),
-        ("EMA absent: shown under `resumable`, no finding of its own", ""),
-        ("another horizon in a schedule that is a function", ""),
     )),
+    ("Scaler and EMA", "D", (("EMA saved as the model, or the model as the EMA", "EMA-SAME"),)),
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ truth. Rows of checkpoints that are not here keep what an earlier run found. Not
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -25,13 +26,14 @@ from samerun.formats.base import Checkpoint  # noqa: E402
 from samerun.formats.detect import FORMATS, open_checkpoint  # noqa: E402
 from samerun.verify.structure import InspectReport, inspect_checkpoint  # noqa: E402
 from support.corpus import read_truth  # noqa: E402
+from support.megatron import key_of, read_tensors, unstack  # noqa: E402
 
 PAGE = TOP / "docs" / "formats" / "index.md"
 FAMILIES = ("torch", "deepspeed", "deepspeed-special", "deepspeed-universal", "megatron")
-GOLDEN = ("statedict", "deepspeed", "wrapped", "dcp")
+GOLDEN = ("statedict", "deepspeed", "wrapped", "dcp", "megatron")
 VERSIONS = {
     "torch": "torch 2.13.0", "deepspeed": "DeepSpeed 0.19.8", "deepspeed-special": "DeepSpeed 0.19.8",
-    "deepspeed-universal": "DeepSpeed 0.19.8", "megatron": "Megatron", "statedict": "torch 2.13.0",
+    "deepspeed-universal": "DeepSpeed 0.19.8", "megatron": "Megatron 0.13.0 to 0.19.0", "statedict": "torch 2.13.0",
     "wrapped": "DeepSpeed 0.19.8 in Accelerate 1.15.0 or transformers 5.24.0", "dcp": "torch 2.13.0",
 }  # fmt: skip
 # What cannot be written on a CPU with the releases at hand: read from the source's description, or not at all.
@@ -181,6 +183,8 @@ def _by_name(state: LogicalState) -> dict[tuple[str, str], str]:
 
 def read_full_truth(folder: Path) -> list[tuple[list[tuple[str, str]], np.ndarray]]:
     """Returns (names under which it may be filed, value) per tensor of the truth; nothing where it is kept per rank."""
+    if "megatron" in folder.parts:
+        return list(_megatron_truth(folder))
     if (folder / "truth.safetensors").is_file():
         return [(_torch_names(name), value) for name, value in read_truth(folder).items()]
     for name in ("truth_step5.npz", "truth.npz"):
@@ -188,6 +192,20 @@ def read_full_truth(folder: Path) -> list[tuple[list[tuple[str, str]], np.ndarra
             with np.load(folder / name) as arrays:
                 return [(_npz_names(key), arrays[key]) for key in arrays.files if _npz_names(key)]
     return []
+
+
+def _megatron_truth(folder: Path) -> Iterator[tuple[list[tuple[str, str]], np.ndarray]]:
+    """Yields the tensors of a Megatron run's truth, stacks of layers taken apart for files of single ranks."""
+    golden = (folder / "truth.npz").is_file()
+    facts = json.loads((folder / ("truth.json" if golden else "TRUTH.json")).read_text(encoding="utf-8"))
+    arrays = dict(np.load(folder / "truth.npz")) if golden else read_tensors(folder / "TRUTH.safetensors")
+    legacy = facts["case"]["legacy"] if golden else folder.name.startswith("lg")
+    rows = facts["case"]["vocab"] if golden else facts["padded_vocab"]
+    for name, value in arrays.items():
+        for key, part in unstack(key_of(name), value).items() if legacy else [(key_of(name), value)]:
+            padded = "word_embeddings" in key or "output_layer" in key
+            role, _, fqn = key.partition(":")
+            yield [(role, fqn)], part[:rows] if padded else part
 
 
 def _torch_names(name: str) -> list[tuple[str, str]]:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from samerun.train import ContributionMean, ElasticSampler, Recorder  # samerun
+from samerun.train import ContributionMean, ElasticSampler, Recorder, write_digests  # samerun
 
 
 def parse_args() -> argparse.Namespace:
@@ -122,6 +122,7 @@ class Run:
 
     def save(self, path: Path) -> None:
         dcp.save(self.state(), checkpoint_id=path)
+        write_digests(path, self.model, self.optimizer, update=self.progress["update"])  # samerun: proves every copy
 
     def load(self, path: Path) -> None:
         state = self.state()

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from samerun.formats.detect import open_checkpoint
+from samerun.verify.checksums import combine_checksums
 from support.dcp import job_state, save, split_tensor
 
 
@@ -77,6 +79,66 @@ def test_text_says_what_matters(saved: Path):
         assert words in done.stdout
     assert "optim.exp_avg" in done.stdout
     assert max(len(line) for line in done.stdout.splitlines()[:9]) < 160
+
+
+def sums(path: Path) -> Any:
+    return combine_checksums(open_checkpoint(path))
+
+
+def test_what_was_done_with_checksums_is_said(saved: Path, tmp_path: Path):
+    """Plain: the recorded ones put together, nothing read. Deep: compared with the bytes. None: why."""
+    plain, deep = document(saved)["checksums"], document(saved, "--deep")["checksums"]
+    assert plain["tensors"] == {"combined": 24, "numbers": 0, "pieces": 0, "none": 0}
+    assert plain["fingerprint"] == deep["fingerprint"] == sums(saved).fingerprint is not None
+    assert plain["compared_with_bytes"] is None
+    assert deep["compared_with_bytes"]["payloads"] == deep["compared_with_bytes"]["of"] > 20
+    text = run("inspect", saved).stdout
+    assert (
+        f"checksums  fingerprint {plain['fingerprint']} from the recorded CRC-32 of 24 tensors; no values read" in text
+    )
+
+
+def test_the_fingerprint_is_that_of_the_values_and_does_not_see_the_cut(saved: Path, tmp_path: Path):
+    state = job_state()
+    whole = save(state, tmp_path / "whole")
+    split_tensor(Path(shutil.copytree(whole, tmp_path / "cut")), "model.0.weight", 3)
+    assert sums(tmp_path / "cut").fingerprint == sums(whole).fingerprint is not None
+    state["model"]["0.weight"][0, 0] += 1
+    assert sums(save(state, tmp_path / "other")).fingerprint != sums(whole).fingerprint
+
+
+def test_a_flipped_bit_shows_only_when_checksums_are_compared(saved: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(saved, tmp_path / "step-3"))
+    extent = open_checkpoint(folder).locate("param:2.weight", 0)
+    with open(extent.file, "r+b") as file:
+        file.seek(extent.offset_bytes)
+        byte = file.read(1)
+        file.seek(extent.offset_bytes)
+        file.write(bytes([byte[0] ^ 1]))
+    assert sums(folder).fingerprint == sums(saved).fingerprint is not None
+    assert "they do not all agree" in run("inspect", folder, "--deep").stdout
+
+
+def test_without_checksums_it_is_said_why(tmp_path: Path):
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"a.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    torch.save({"model": {"a.weight": torch.ones(3)}}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for name in ("model.safetensors", "old.pt"):
+        found = sums(tmp_path / name)
+        assert (found.fingerprint, found.why) == (None, "these files record no checksum")
+        deep = run("inspect", tmp_path / name, "--deep").stdout
+        assert "no fingerprint: these files record no checksum; every byte read, nothing recorded to compare" in deep
+        assert "intact     undecided  these files record nothing that bytes could be compared with" in deep
+
+
+def test_what_keeps_intact_open_is_said():
+    golden = Path(__file__).parent.parent / "golden" / "statedict"
+    some = run("inspect", golden / "trainer" / "checkpoint-4", "--deep").stdout
+    assert "intact     undecided  only 60 of 80 payloads have a checksum; those agree" in some
+    several = run("inspect", golden / "fsdp1-orig" / "local", "--deep").stdout
+    assert "intact     undecided  every checksum agrees; nothing shows that all files are of one save" in several
 
 
 def test_exit_codes(saved: Path, tmp_path: Path):

@@ -93,6 +93,19 @@ def test_rank_files_swapped_are_named(tmp_path: Path):
         shutil.move(folder / f"{source}.distcp", folder / f"{target}.distcp")
     report = inspect_checkpoint(open_checkpoint(folder))
     assert report.complete is False
+    (cut,) = [problem for problem in report.problems if problem.code == "SR-FILE-TRUNCATED"]
+    names = {"__0_0.distcp", "__3_0.distcp"}
+    assert {Path(cut.where["file"]).name, cut.hint.split()[0]} == names
+    assert "did files change names?" in cut.hint
+
+
+def test_a_cut_file_is_not_called_exchanged(tmp_path: Path):
+    saved(Layout(dp_shard=4), tmp_path / "step-2")
+    shard = tmp_path / "step-2" / "__3_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    report = inspect_checkpoint(open_checkpoint(tmp_path / "step-2"))
+    (cut,) = [problem for problem in report.problems if problem.code == "SR-FILE-TRUNCATED"]
+    assert cut.hint.startswith("restore the file")
 
 
 def test_a_smaller_save_over_a_larger_one_leaves_stale_files(tmp_path: Path):

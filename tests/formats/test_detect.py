@@ -130,3 +130,30 @@ def test_a_cut_safetensors_file_is_named(tmp_path: Path):
     (tmp_path / "model.safetensors").write_text("x")
     with pytest.raises(FormatError, match="SR-FILE-TRUNCATED"):
         open_checkpoint(tmp_path)
+
+
+def test_an_empty_file_is_called_empty_and_not_by_its_name(tmp_path: Path):
+    for name in ("model.pt", "last.ckpt", "pytorch_model.bin"):
+        (tmp_path / name).touch()
+        with pytest.raises(FormatError, match="the file is empty") as caught:
+            open_checkpoint(tmp_path / name)
+        assert [problem.code for problem in caught.value.problems] == ["SR-FILE-EMPTY"]
+    with pytest.raises(FormatError, match=r"SR-FILE-EMPTY.* and 2 more beside it"):
+        open_checkpoint(tmp_path)
+
+
+def test_one_empty_file_among_those_of_ranks_is_named(tmp_path: Path):
+    import torch
+
+    for rank in range(2):
+        torch.save({"model": {"w.weight": torch.ones(3)}}, tmp_path / f"model_rank{rank}.pt")
+    assert "SR-FILE-EMPTY" not in {problem.code for problem in open_checkpoint(tmp_path).state.problems}
+    (tmp_path / "model_rank1.pt").write_bytes(b"")
+    problems = {problem.code: problem for problem in open_checkpoint(tmp_path).state.problems}
+    assert problems["SR-FILE-EMPTY"].where == {"file": str(tmp_path / "model_rank1.pt")}
+
+
+def test_a_file_that_is_not_what_its_name_says_is_shown_by_its_first_bytes(tmp_path: Path):
+    (tmp_path / "model.pt").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(FormatError, match=r"SR-PATH-UNKNOWN.*begins with b'version '"):
+        open_checkpoint(tmp_path / "model.pt")

@@ -132,6 +132,23 @@ BERT = [
     ),
     "pooler.dense.weight", "pooler.dense.bias",
 ]  # fmt: skip
+# The decoder of the head is tied, so no file lists it: only the module's name tells that its norm comes first.
+ALBERT = [
+    "albert.embeddings.word_embeddings.weight", "albert.embeddings.position_embeddings.weight",
+    "albert.embeddings.token_type_embeddings.weight", "albert.embeddings.LayerNorm.weight",
+    "albert.embeddings.LayerNorm.bias", "albert.encoder.embedding_hidden_mapping_in.weight",
+    "albert.encoder.embedding_hidden_mapping_in.bias",
+    *(
+        f"albert.encoder.albert_layer_groups.0.albert_layers.0.{name}.{leaf}"
+        for name in (
+            "full_layer_layer_norm", "attention.query", "attention.key", "attention.value", "attention.dense",
+            "attention.LayerNorm", "ffn", "ffn_output",
+        )
+        for leaf in ("weight", "bias")
+    ),
+    "predictions.bias", "predictions.LayerNorm.weight", "predictions.LayerNorm.bias", "predictions.dense.weight",
+    "predictions.dense.bias",
+]  # fmt: skip
 TORCH_ENCODER = [
     f"layers.{i}.{name}"
     for i in range(2)
@@ -160,8 +177,8 @@ def shape_of(name: str) -> tuple[int, ...]:
 
 @pytest.mark.parametrize(
     "names",
-    [LLAMA, GPT2, OPT, BERT, TORCH_ENCODER, RECURRENT],
-    ids=["llama", "gpt2", "opt", "bert", "torch", "recurrent"],
+    [LLAMA, GPT2, OPT, BERT, ALBERT, TORCH_ENCODER, RECURRENT],
+    ids=["llama", "gpt2", "opt", "bert", "albert", "torch", "recurrent"],
 )
 @pytest.mark.parametrize("split", [False, True], ids=["one group", "decay and no decay"])
 def test_usual_models_are_put_in_order(names: list[str], split: bool):

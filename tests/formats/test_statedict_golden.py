@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ CASES = {
     "HuggingFaceStorageWriter with an object": ("shards-object", "", "safetensors", 3, None),
     "Trainer on 3 processes": ("trainer", "checkpoint-4", "huggingface", 3, 4),
     "Accelerate on 3 processes": ("accelerate", "", "accelerate", 3, 2),
+    "Accelerate, FSDP1 local on 3 ranks": ("accelerate-local", "", "accelerate", 3, 2),
     "Lightning": ("lightning", "step3.ckpt", "lightning", None, 3),
     "Lightning, sharded over 2": ("lightning-sharded", "step2.ckpt", "lightning", 2, 2),
 }
@@ -83,3 +85,16 @@ def test_every_byte_of_a_torch_file_is_checked_against_its_checksum():
         assert isinstance(checkpoint, Inspectable)
         assert checkpoint.check_items() == []
         assert checkpoint.check_payloads().intact is intact, name
+
+
+def test_a_trainer_directory_with_files_of_ranks_under_fsdp(tmp_path: Path):
+    """Trainer calls the functions of Accelerate that wrote these files, into a directory with its own beside them."""
+    for name in ("trainer_state.json", "scheduler.pt"):
+        shutil.copy(GOLDEN / "trainer" / "checkpoint-4" / name, tmp_path)
+    for path in (GOLDEN / "accelerate-local").glob("pytorch_model_fsdp_rank*.bin"):
+        shutil.copy(path, tmp_path)
+    shutil.copytree(GOLDEN / "accelerate-local" / "optimizer_0", tmp_path / "optimizer_0")
+    checkpoint = open_checkpoint(tmp_path)
+    with np.load(GOLDEN / "accelerate-local" / "truth.npz") as truth:
+        assert (checkpoint.state.format, set(checkpoint.state.tensors)) == ("huggingface", set(truth))
+        assert all(np.array_equal(checkpoint.read(key), truth[key]) for key in truth)

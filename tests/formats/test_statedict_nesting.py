@@ -13,6 +13,7 @@ from torch import nn
 from samerun.core.state import Role
 from samerun.formats.base import Checkpoint
 from samerun.formats.detect import open_checkpoint
+from samerun.verify.structure import inspect_checkpoint
 
 
 def net() -> nn.Module:
@@ -344,3 +345,100 @@ def test_a_damaged_storage_is_one_finding_and_the_rest_is_read(tmp_path: Path):
     assert codes(checkpoint) == ["SR-FILE-TRUNCATED"]
     lost = [key for key, entry in checkpoint.state.tensors.items() if len(entry.tiling) == 0]
     assert 0 < len(lost) < len(checkpoint.state.tensors)
+
+
+def test_a_seed_is_no_state_of_a_generator(tmp_path: Path):
+    model = net()
+    state = {"model": model.state_dict(), "optimizer": adam(model).state_dict(), "meta": {"seed": 7}, "seed": 7}
+    assert saved(state, tmp_path).state.rng == {}
+    assert list(saved({**state, "rng_state": torch.get_rng_state()}, tmp_path).state.rng) == ["rng_state"]
+
+
+def test_counters_of_widespread_scripts(tmp_path: Path):
+    model = net()
+    state = {"model": model.state_dict(), "optimizer": adam(model).state_dict()}
+    for name in ("iter_num", "completed_steps", "iteration"):
+        assert saved({**state, name: 2}, tmp_path).state.progress.update == 2
+        report = inspect_checkpoint(saved({**state, name: 5}, tmp_path))
+        assert report.state.progress.update == 5
+        assert "SR-CNT-OPTIMIZER" in {problem.code for problem in report.problems}
+
+
+def test_adapters_beside_their_configuration(tmp_path: Path):
+    from safetensors.torch import save_file
+
+    tensors = {f"base_model.model.q.lora_{half}.weight": torch.ones(2, 4) for half in "AB"}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.state.format == "huggingface"
+    assert codes(checkpoint) == ["SR-HF-ADAPTER"]
+    assert len(checkpoint.state.tensors) == 2
+
+
+class Pair(nn.Module):
+    """Two modules built alike, each with an optimizer of its own: shapes do not tell them apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        self.second = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        made = [
+            torch.optim.AdamW(self.first.parameters(), lr=1e-2, foreach=False),
+            torch.optim.SGD(self.second.parameters(), lr=1e-2, momentum=0.9),
+        ]
+        for module, optimizer in zip((self.first, self.second), made, strict=True):
+            stepped(module, optimizer)
+        return made
+
+
+def check_pair(checkpoint: Checkpoint, model: Pair, optimizers: list[torch.optim.Optimizer]) -> None:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = {(p, s): value for o in optimizers for p, slots in o.state.items() for s, value in slots.items()}
+    expected = {f"optim.{slot}:{names[id(p)]}": np.asarray(value) for (p, slot), value in held.items()}
+    assert {key for key in checkpoint.state.tensors if key.startswith("optim")} == expected.keys()
+    for key, value in expected.items():
+        assert np.array_equal(checkpoint.read(key), value), key
+    listed = [name for group in checkpoint.state.groups for name in group.params]
+    assert sorted(listed) == sorted(names.values())
+
+
+def test_several_optimizers_over_one_model_share_its_parameters_out(tmp_path: Path):
+    model = Pair()
+    optimizers = model.optimizers()
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    checkpoint = saved({"model": model.state_dict(), "optimizers": states}, tmp_path)
+    check_pair(checkpoint, model, optimizers)
+    assert codes(checkpoint) == ["SR-OPT-OPEN", "SR-OPT-OPEN"]  # the other way round fits as well
+    lightning = {
+        "state_dict": model.state_dict(), "optimizer_states": states, "lr_schedulers": [], "loops": {},
+        "pytorch-lightning_version": "2.6.6", "global_step": 4, "epoch": 0,
+    }  # fmt: skip
+    check_pair(saved(lightning, tmp_path, "a.ckpt"), model, optimizers)
+
+
+def test_several_optimizers_beside_sorted_names(tmp_path: Path):
+    from safetensors.torch import save_file
+
+    model = Pair()
+    optimizers = model.optimizers()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    for number, optimizer in enumerate(optimizers):
+        torch.save(optimizer.state_dict(), tmp_path / f"optimizer{f'_{number}' if number else ''}.bin")
+    torch.save({"random_state": 0, "step": 0}, tmp_path / "random_states_0.pkl")
+    checkpoint = open_checkpoint(tmp_path)
+    check_pair(checkpoint, model, optimizers)
+    assert set(codes(checkpoint)) == {"SR-OPT-ASSUMED"}
+
+
+def test_models_of_equal_shape_are_given_to_one_optimizer_each(tmp_path: Path):
+    model = Pair()
+    optimizers = model.optimizers()
+    state = {
+        "first": model.first.state_dict(), "second": model.second.state_dict(),
+        "first_optimizer": optimizers[0].state_dict(), "second_optimizer": optimizers[1].state_dict(),
+    }  # fmt: skip
+    check_pair(saved(state, tmp_path), model, optimizers)

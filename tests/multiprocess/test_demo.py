@@ -22,6 +22,14 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 REPLICATED = "dp_replicate=2,dp_shard=2"
 
+# The faults that everybody knows, and one for each stage and each kind of evidence. `scripts/fault_matrix.py` runs all.
+CHOSEN = (
+    *("shard-missing", "shard-stale", "shard-corrupt", "world-size", "other-layout", "batch-drift", "accumulation"),
+    *("optimizer-reset", "moments-swapped", "replica-diverged", "one-bit", "weight-nan", "scheduler-ahead"),
+    *("learning-rate-doubled", "heads-interleaved", "sampler-restart", "updates-exchanged", "gradient-nan"),
+    *("parameter-held", "replica-drifts"),
+)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> Iterator[None]:
@@ -65,7 +73,7 @@ def test_clean_moves_are_promoted_three_times_out_of_three(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", CHOSEN)
 def test_every_fault_is_rejected_under_its_own_name(
     directory: Path, promoted: dict[str, tuple[int, dict[str, Any], str]], name: str
 ) -> None:
@@ -73,7 +81,9 @@ def test_every_fault_is_rejected_under_its_own_name(
     code, verdict, shown = demo(directory, "--break", name)
     assert (code, verdict["verdict"]) == (1, "reject"), shown[-3000:]
     assert verdict["named"], f"wanted one of {fault.codes}, found {[reason['code'] for reason in verdict['reasons']]}"
-    assert verdict["first_divergence"] is not None
+    assert verdict["first_divergence"]["kind"] is not None
+    if name == "heads-interleaved":
+        assert verdict["first_divergence"]["where"]["module"] == "blocks.0.attention.query"
 
 
 def test_the_moved_run_and_the_control_consume_the_same_samples(

@@ -88,3 +88,24 @@ def test_edited_digests(top: Path, tmp_path: Path):
     for text in ("{", "[]", json.dumps({**body, "tensors": {"nothing": 1}}), json.dumps({**body, "schema": "x"})):
         sidecar.write_text(text)
         assert codes(deep(tmp_path / "step-4")) >= {"SR-SIDECAR-BROKEN"}
+
+
+def test_tensors_without_elements_are_told_apart_in_a_job_too(tmp_path: Path):
+    """Every rank holds nothing of such a tensor, so the job's sum is zero; its digest is the file's all the same."""
+    import torch
+
+    model = torch.nn.Linear(3, 2)
+    for name, shape in (("wide", (0, 5)), ("long", (5, 0))):
+        model.register_buffer(name, torch.empty(shape))
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}, tmp_path / "a.pt")
+    path = write_digests(tmp_path / "a.pt", model, optimizer, update=1)
+    assert path is not None
+    listed = json.loads(Path(path).read_text())["tensors"]
+    assert listed["buffer:wide"]["digest"] != listed["buffer:long"]["digest"]
+    report = inspect_checkpoint(open_checkpoint(tmp_path / "a.pt"), deep=True)
+    assert report.intact is True
+    assert report.digests is not None
+    assert report.digests["buffer:wide"] == listed["buffer:wide"]["digest"]

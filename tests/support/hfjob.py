@@ -185,3 +185,45 @@ def accelerate(rank: int, world_size: int, folder: Path | None, source: Path | N
             found["rng"] = torch.get_rng_state().numpy().tobytes()
     found["next"] = full_truth(model, optimizer)
     return found
+
+
+def save_fsdp(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    *,
+    use_orig_params: bool = False,
+    frozen: str = "",
+    kind: str = "LOCAL_STATE_DICT",
+    use_dcp: bool = True,
+) -> dict[str, np.ndarray]:
+    """Saves an FSDP1 job through Accelerate, which has to be told that FSDP is meant on a CPU. Returns the truth.
+
+    By `save_state`; without `use_dcp` by the functions that it calls, which alone have that argument.
+    """
+    import warnings
+
+    rendezvous(world_size, 29533)
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType, save_fsdp_model, save_fsdp_optimizer
+
+    from support import rankfiles
+    from support.toy import quiet
+
+    with warnings.catch_warnings(), quiet():
+        warnings.simplefilter("ignore")  # FSDP1 is deprecated, on a CPU more so, and says it in many ways
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=1, state_dict_type=kind, use_orig_params=use_orig_params)
+        runner = Accelerator(cpu=True, fsdp_plugin=plugin)
+        model, optimizer = rankfiles.build_fsdp1(use_orig_params, frozen=frozen)
+        rankfiles.train_fsdp1(model, optimizer)
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        AcceleratorState._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+        runner._models.append(model)
+        prepared = runner.prepare_optimizer(optimizer, device_placement=False)
+        if use_dcp:
+            runner.save_state(str(folder))
+        else:
+            save_fsdp_model(plugin, runner, model, str(folder), use_dcp=False)
+            save_fsdp_optimizer(plugin, runner, prepared, model, str(folder), use_dcp=False)
+        return rankfiles.truth_of(rankfiles.full_fsdp1(model, optimizer))

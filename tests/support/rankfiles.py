@@ -53,14 +53,16 @@ def write_fsdp2(rank: int, world_size: int, layout: Layout, folder: Path, with_g
     return toy.full_state(job)
 
 
-def build_fsdp1(use_orig_params: bool) -> tuple[FSDP, torch.optim.Optimizer]:
-    """The toy model under FSDP1: one unit for the MLP, one for the rest."""
+def build_fsdp1(use_orig_params: bool, *, frozen: str = "") -> tuple[FSDP, torch.optim.Optimizer]:
+    """The toy model under FSDP1: one unit for the MLP, one for the rest. Names beginning with `frozen` do not train."""
     torch.manual_seed(0)
     model: nn.Module = toy.Model(SMALL)
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)  # a flat parameter is trained as a whole or not at all
-    model.mlp = FSDP(model.mlp, use_orig_params=use_orig_params, device_id=torch.device("cpu"))  # type: ignore[assignment]
-    wrapped = FSDP(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    for name, parameter in model.named_parameters():
+        # without original parameters a flat one is trained as a whole or not at all
+        parameter.requires_grad_(not (frozen and name.startswith(frozen)))
+    how: dict[str, Any] = {"use_orig_params": use_orig_params, "device_id": torch.device("cpu")}
+    model.mlp = FSDP(model.mlp, **how)
+    wrapped = FSDP(model, **how)
     return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=2e-3, weight_decay=0.1, foreach=False)
 
 
@@ -87,9 +89,7 @@ def write_fsdp1(rank: int, world_size: int, folder: Path, use_orig_params: bool,
         train_fsdp1(model, optimizer)
         for name in ("sharded", "local"):
             (folder / name).mkdir(exist_ok=True)
-        whole = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=offload)
-        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *whole):
-            full = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer), "step": 2}
+        full = {**full_fsdp1(model, optimizer, offload), "step": 2}
         if rank == 0:
             torch.save(full, folder / "full.pt")
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
@@ -100,6 +100,13 @@ def write_fsdp1(rank: int, world_size: int, folder: Path, use_orig_params: bool,
             torch.save({**local, "rank": rank, "world_size": world_size}, folder / "local" / f"model_rank{rank}.pt")
         dist.barrier()
         return truth_of(full)
+
+
+def full_fsdp1(model: FSDP, optimizer: torch.optim.Optimizer, offload: bool = False) -> dict[str, Any]:
+    """Returns the full state dicts of an FSDP1 job. Every rank calls it."""
+    whole = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=offload)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *whole):
+        return {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
 
 
 def truth_of(full: dict[str, Any]) -> Tensors:

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+# Dropping the last reference to a DDP model joins gloo's threads with the GIL held, and can hang (torch 2.13).
+_kept_alive: list[Any] = []
+
 
 @contextmanager
 def trainer_names() -> Iterator[dict[str, Any]]:
@@ -25,6 +28,7 @@ def trainer_names() -> Iterator[dict[str, Any]]:
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
         dataset = [(torch.randn(4), float(i % 3)) for i in range(96)]
         model = DistributedDataParallel(torch.nn.Linear(4, 1))
+        _kept_alive.append(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         sampler = ElasticSampler(len(dataset), global_batch=32, replicas=1, replica=0, max_microbatch=8, seed=0)
         loader: Any = torch.utils.data.DataLoader(dataset, batch_sampler=sampler)  # pyright: ignore[reportArgumentType]

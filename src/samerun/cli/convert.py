@@ -227,7 +227,7 @@ def stage_progress() -> Generator[ProgressCallback | None]:
 
 
 def _print_plan(prepared: Prepared) -> None:
-    from samerun.cli.output import print_problems, stderr_console
+    from samerun.cli.output import print_problems, printable, stderr_console
     from samerun.core.size import format_size
 
     plan = prepared.plan
@@ -245,11 +245,12 @@ def _print_plan(prepared: Prepared) -> None:
         click.echo(f"{click.style(f'{label:<12}', bold=True)}{text}")
     click.echo()
     for file in plan.destination.files[:_FILES_SHOWN]:
-        click.echo(f"{file.size:>16,}  {file.path if not plan.destination.single_file else prepared.place.name}")
+        name = file.path if not plan.destination.single_file else prepared.place.name
+        click.echo(f"{file.size:>16,}  {printable(str(name))}")
     if len(plan.destination.files) > _FILES_SHOWN:
         click.echo(f"{'':>16}  ... and {len(plan.destination.files) - _FILES_SHOWN} more (--json lists all)")
     for key, why in plan.destination.dropped.items():
-        click.echo(f"{'left out':>16}  {key}: {why}")
+        click.echo(printable(f"{'left out':>16}  {key}: {why}"))
     print_problems((*prepared.decisions, *prepared.problems), stderr_console())
 
 

@@ -78,7 +78,7 @@ def command(
         directory=directory, destination=destination, fault=FAULTS[fault.name] if fault else None,
         size=size, precision=precision, seed=seed,
     )  # fmt: skip
-    _check_fault_layout(settings)
+    _check_fault_fits(settings)
     return _run(settings, as_json)
 
 
@@ -145,7 +145,7 @@ def _list_breaks(as_json: bool) -> None:
     if as_json:
         emit_json("demo", {"breaks": [
             {"name": fault.name, "into": fault.where.value, "codes": list(fault.codes), "story": fault.story,
-             "layout": fault.layout}
+             "kind": fault.kind.value, "layout": fault.layout, "precisions": list(fault.precisions or ()) or None}
             for fault in FAULTS.values()
         ]})  # fmt: skip
         return
@@ -166,10 +166,10 @@ def _fault(name: str | None) -> Fault | None:
     raise UsageError(Problem("SR-USAGE-OPTION", f"there is no fault {name!r}", hint=hint))
 
 
-def _check_fault_layout(settings: DemoSettings) -> None:
-    fault = settings.fault
+def _check_fault_fits(settings: DemoSettings) -> None:
+    fault, problems = settings.fault, list[Problem]()
     if fault and fault.layout and settings.destination.dp_replicate < 2:
-        raise UsageError(
+        problems.append(
             Problem(
                 "SR-USAGE-OPTION",
                 f"the fault {fault.name} needs a destination with replicas",
@@ -178,6 +178,18 @@ def _check_fault_layout(settings: DemoSettings) -> None:
                 hint=f"leave --to out, or use --to {fault.layout}",
             )
         )
+    if fault and fault.precisions and settings.precision not in fault.precisions:
+        problems.append(
+            Problem(
+                "SR-USAGE-OPTION",
+                f"the fault {fault.name} changes nothing at this precision",
+                expected=" or ".join(fault.precisions),
+                found=settings.precision,
+                hint=f"use --precision {fault.precisions[0]}",
+            )
+        )
+    if problems:
+        raise UsageError(problems)
 
 
 def _require_torch() -> None:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from samerun.cli.output import printable
 from samerun.errors import Problem, Severity, UsageError
 
 if TYPE_CHECKING:
     from samerun.core.mesh import Layout
     from samerun.core.state import LogicalState
     from samerun.verify.against import Against
+    from samerun.verify.checksums import Checksums
     from samerun.verify.structure import InspectReport
 
 _ALIKE_SHOWN = 3
@@ -90,13 +92,13 @@ def _print(report: InspectReport, *, deep: bool) -> None:
 
 def _facts(report: InspectReport, *, deep: bool) -> Iterator[tuple[str, str]]:
     state = report.state
-    yield "checkpoint", f"{report.path}  ({state.format})"
+    yield "checkpoint", printable(f"{report.path}  ({state.format})")
     if recognised := state.written_by.get("recognised"):
-        yield "format", recognised
+        yield "format", printable(recognised)
     yield "written by", _written_by(state)
     yield "progress", _progress(state)
     if state.groups:
-        yield "groups", _groups(state)
+        yield "groups", printable(_groups(state))
     pieces = sum(len(entry.tiling) for entry in state.tensors.values())
     where = f"{pieces:,} pieces in {report.num_files} files"
     yield (
@@ -108,14 +110,16 @@ def _facts(report: InspectReport, *, deep: bool) -> Iterator[tuple[str, str]]:
             else f"  values are missing or unreadable, {where}"
         ),
     )
-    yield "intact", _intact(report.intact, deep=deep)
+    yield "intact", _intact(report.intact, report.checksums, deep=deep)
+    if report.checksums is not None:
+        yield "checksums", _checksums(report.checksums, report.intact)
     resumable = report.resumable
     lack = f"; lacks {', '.join(resumable.lack)}" if resumable.lack else ""
     yield "resumable", f"{_verdict(resumable.verdict)}  has {', '.join(resumable.have) or 'nothing'}{lack}"
     if report.destination is not None:
         yield "at", _destination(report)
     if report.against is not None:
-        yield "against", _against(report.against)
+        yield "against", printable(_against(report.against))
 
 
 def _verdict(text: str) -> str:
@@ -151,10 +155,31 @@ def _groups(state: LogicalState) -> str:
     ) + (f"; {len(state.groups) - 6} more" if len(state.groups) > 6 else "")
 
 
-def _intact(intact: bool | None, *, deep: bool) -> str:
+def _intact(intact: bool | None, sums: Checksums | None, *, deep: bool) -> str:
     if intact is not None:
         return _verdict("yes" if intact else "no") + ("  every checksum agrees" if intact else "  see below")
-    return "undecided  every checksum agrees, see the note below" if deep else "not checked  (--deep reads every byte)"
+    if not deep:
+        return "not checked  (--deep reads every byte)"
+    checked, total = (sums.checked or 0, sums.total or 0) if sums is not None else (0, 0)
+    if not checked:
+        return "undecided  these files record nothing that bytes could be compared with"
+    if checked < total:
+        return f"undecided  only {checked:,} of {total:,} payloads have a checksum; those agree"
+    return "undecided  every checksum agrees; nothing shows that all files are of one save"
+
+
+def _checksums(sums: Checksums, intact: bool | None) -> str:
+    """Says what recorded checksums gave, and whether they were compared with the bytes or only put together."""
+    if sums.fingerprint is not None:
+        combined = f"fingerprint {sums.fingerprint} from the recorded CRC-32 of {len(sums.tensors):,} tensors"
+    else:
+        combined = f"no fingerprint: {sums.why}"
+    if sums.checked is None:
+        return f"{combined}; no values read"
+    if not sums.total or not sums.checked:
+        return f"{combined}; every byte read, nothing recorded to compare with"
+    agree = "they do not all agree" if intact is False else "all agree"
+    return f"{combined}; compared with the bytes: {sums.checked:,} of {sums.total:,} payloads, {agree}"
 
 
 def _against(against: Against) -> str:
@@ -180,7 +205,7 @@ def _table(state: LogicalState) -> Iterator[str]:
     rows: dict[str, list[Any]] = {}
     order = ("param", "master", "ema", "buffer", "optim")
     for entry in sorted(state.tensors.values(), key=lambda entry: order.index(entry.key.role)):
-        name = f"{entry.key.role}.{entry.key.slot}" if entry.key.slot else entry.key.role.value
+        name = printable(f"{entry.key.role}.{entry.key.slot}") if entry.key.slot else entry.key.role.value
         row = rows.setdefault(name, [0, 0, 0, {}])
         row[0] += 1
         row[1] += entry.num_elements

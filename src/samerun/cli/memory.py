@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from samerun.cli.output import emit_json, exit_code, print_problems, stdout_console
+from samerun.cli.output import emit_json, exit_code, print_problems, printable, stdout_console
 from samerun.errors import Problem, UsageError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def print_memory(estimate: MemoryEstimate) -> None:
     if len(rows) > _SHOWN_ROWS:
         click.echo(f"and {len(rows) - _SHOWN_ROWS} smaller kinds of rank")
     if unit := estimate.largest.gather_unit:
-        click.echo(f"gather is the largest unit gathered at once: {unit}")
+        click.echo(f"gather is the largest unit gathered at once: {printable(unit)}")
     if not estimate.optimizer_known:
         click.echo("the checkpoint holds no optimizer state, so none is counted")
     consolidated, direct = estimate.host.consolidate_bytes, estimate.host.direct_bytes

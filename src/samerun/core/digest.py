@@ -5,7 +5,7 @@ Definition (version 1; `docs/digest.md` has the reasons and test vectors). All a
     seed   = blake2b(text, 8 bytes), read big-endian, of the UTF-8 text
              "samerun-digest/1\\n<key>\\n<dtype>\\n<shape, decimal, joined by commas>"
     term_i = mix(bits_i XOR (seed + i * 0x9E3779B97F4A7C15))
-    digest = sum of term_i over every element i
+    digest = sum of term_i over every element i; the seed itself if there is none
 
 `i` is the element's row-major index in the *global* tensor and `bits_i` its stored bits, zero-extended to 64. A complex
 number counts as two elements, real part first. `mix` is the finaliser of SplitMix64 (Steele, Lea, Flood: Fast
@@ -53,6 +53,19 @@ def digest_seed(key: str, dtype: DType, shape: Sequence[int]) -> int:
 def to_hex(digest: int) -> str:
     """Returns the 16 hexadecimal digits under which a digest is written; any integer is reduced modulo 2**64 first."""
     return f"{digest & MASK:016x}"
+
+
+def whole_digest(total: int, key: str, dtype: DType, shape: Sequence[int]) -> str:
+    """Returns the digest of a whole tensor from the sum of its parts' terms, as 16 hexadecimal digits.
+
+    A tensor without elements has its seed as digest, so that shape, type and name show there too. Whoever knows the
+    whole adds it once: the parts, all of them empty, add nothing.
+
+    >>> kind = parse_dtype("float32")
+    >>> whole_digest(7, "param:w", kind, (2, 3)), whole_digest(0, "param:w", kind, (0,))
+    ('0000000000000007', 'a8febfb4874c88e8')
+    """
+    return to_hex(digest_seed(key, dtype, shape) if 0 in shape else total)
 
 
 def add_digests(parts: Iterable[int]) -> int:
@@ -181,4 +194,4 @@ def digest_array(key: str, array: npt.NDArray[np.generic], *, dtype: DType | Non
     >>> digest_array("param:w", np.arange(6, dtype=np.float32).reshape(2, 3))
     '9f3a48c81fc5ed16'
     """
-    return to_hex(digest_box(key, array, dtype=dtype))
+    return whole_digest(digest_box(key, array, dtype=dtype), key, dtype or parse_dtype(array.dtype.name), array.shape)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from samerun.demo.answers import decide, fill_in
-from samerun.demo.faults import Where, damage_files, damage_launcher
+from samerun.demo.faults import damage_launcher
 from samerun.demo.workspace import DemoSettings, Workspace
 from samerun.errors import ExecutionError, Problem
 from samerun.runner.launch import Job, Watcher, job_environment, new_token, run_job
@@ -53,7 +53,7 @@ def train_source(space: Workspace, watcher: Watcher) -> None:
         *("--nproc-per-node", str(settings.source.world_size), str(space.example.resolve() / "train.py")),
         *("--layout", str(settings.source), "--updates", str(settings.save_at_update)),
         *("--global-batch", str(settings.global_batch), "--max-microbatch", str(settings.max_microbatch)),
-        *("--save-dir", "checkpoints", "--trace-dir", "trace"),
+        *("--save-dir", "checkpoints", "--save-at", str(settings.save_at_update // 2), "--trace-dir", "trace"),
         *settings.training_arguments,
     )
     token = new_token()
@@ -108,8 +108,8 @@ def run_demo(settings: DemoSettings, verb: Verb, watcher: Watcher, say: Say) -> 
     if code := make_manifest(space, verb, say):
         return DemoOutcome(code, {}, (), None)
     run = ["run", str(space.manifest), "--dir", str(space.rundir)]
-    if fault is not None and fault.where is Where.FILES:
-        say(f"fault {fault.name}: {fault.story} ({damage_files(fault, space.checkpoint)})")
+    if fault is not None and fault.damage is not None:
+        say(f"fault {fault.name}: {fault.story} ({fault.damage(space.checkpoint)})")
     elif fault is not None:
         if not share_control(space):
             verb([*run, "--until", "control"])

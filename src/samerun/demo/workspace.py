@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from samerun.core.mesh import Layout
-from samerun.demo.faults import Fault, Where
+from samerun.demo.faults import Fault
 from samerun.errors import Problem, UsageError
 
 LAUNCHER = """\
@@ -88,9 +88,9 @@ class Workspace:
 
     @property
     def checkpoint(self) -> Path:
-        """The checkpoint of this move: the run's own, or a copy of it when the fault is to damage files."""
+        """The checkpoint of this move: the run's own, or a copy of it when the fault changes files."""
         fault = self.settings.fault
-        damaged = fault is not None and fault.where is Where.FILES
+        damaged = fault is not None and fault.changes_files
         return self.move / "checkpoints" / self.source_checkpoint.name if damaged else self.source_checkpoint
 
     @property

@@ -201,7 +201,7 @@ def _locate(root: Path, readers: tuple[Reader, ...]) -> Path:
     if not root.is_dir():
         if root.is_file() and _is_checkpoint(root, readers):
             return root
-        raise UnsupportedVersion(_unsupported(root, _resemblance([root.name])))
+        raise _no_checkpoint_file(root)
     if _is_checkpoint(root, readers):
         return root
     own = [reader.tracker for reader in readers if reader.tracker is not None and len(readers) == 1]
@@ -300,7 +300,42 @@ def _no_checkpoint(root: Path) -> FormatError:
     data = [name for name in names if name.endswith(".distcp")]
     if data:
         return CorruptCheckpoint(_unfinished(root, data, names))
+    files = [root / name for name in names if name.endswith(_SUFFIXES)]
+    empty = [file for file in files if file.is_file() and not file.stat().st_size]
+    if empty and len(empty) == len(files):
+        return CorruptCheckpoint(_empty(empty))
     return UnsupportedVersion(_unsupported(root, _resemblance(names)))
+
+
+def _no_checkpoint_file(file: Path) -> FormatError:
+    if not file.is_file():
+        return UnsupportedVersion(_unsupported(file, ""))
+    if not file.stat().st_size:
+        return CorruptCheckpoint(_empty([file]))
+    resemblance = _resemblance([file.name])
+    return UnsupportedVersion(_misnamed(file, resemblance) if resemblance else _unsupported(file, ""))
+
+
+def _empty(files: list[Path]) -> Problem:
+    more = f", and {len(files) - 1} more beside it" if len(files) > 1 else ""
+    return Problem(
+        "SR-FILE-EMPTY",
+        f"the file is empty{more}: whatever wrote it failed before the first byte",
+        where={"file": str(files[0])},
+        hint="the save did not finish, or the disk was full; use the checkpoint before this one",
+    )
+
+
+def _misnamed(file: Path, resemblance: str) -> Problem:
+    with open(file, "rb") as stream:
+        head = stream.read(8)
+    return Problem(
+        "SR-PATH-UNKNOWN",
+        f"no checkpoint that samerun reads: by its name it should be {resemblance}, but it begins with {head!r}",
+        where={"file": str(file)},
+        hint="torch.save files begin with PK or 0x80, safetensors files with the length of their header; check what "
+        "wrote it, and whether it is a pointer of Git LFS or a page of an error",
+    )
 
 
 def _unfinished(root: Path, data: list[str], names: list[str]) -> Problem:

@@ -44,9 +44,9 @@ class UpdateLine:
 
     `loss`, `grad_norm` (before clipping), `update_norm` and `lr` (per parameter group, as the step used it) are global
     and equal on every rank; `samples`, `tokens` and `sample_ids` are this rank's. `deltas` are the L2 norms of the
-    change of a few named parameters; `moved` those of every parameter (rank 0, first update of a job). None: not
-    measured. `ids_digest` is the set digest of this rank's ids (`samerun.core.idset`), which stands also where the ids
-    themselves were not kept.
+    change of a few named parameters; `moved` those of every parameter (rank 0, first update of a job), and `gradients`
+    those of the gradients that the step used. None: not measured. `ids_digest` is the set digest of this rank's ids
+    (`samerun.core.idset`), which stands also where the ids themselves were not kept.
     """
 
     update: int
@@ -65,6 +65,7 @@ class UpdateLine:
     steps: int
     seconds: float | None
     ids_digest: str | None = None
+    gradients: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,8 @@ class EvalLine:
     """A fixed-example evaluation, and whether it left the state bit-identical.
 
     `losses` has one value per example. `logits` names a `.npy` file beside the trace (rank 0 only). `changed` lists the
-    keys, RNG streams and cursors that were different afterwards.
+    keys, RNG streams and cursors that were different afterwards. `modules` has a row (name, L2 norm of its output,
+    elements) per module in the order of the forward pass, of what rank 0 saw.
     """
 
     update: int
@@ -82,6 +84,7 @@ class EvalLine:
     state_unchanged: bool
     rng_unchanged: bool
     changed: tuple[str, ...]
+    modules: tuple[tuple[str, float, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

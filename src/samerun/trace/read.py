@@ -164,8 +164,11 @@ def _ids_digest(value: Any) -> str | None:
     return value
 
 
+def _norms(value: Any) -> dict[str, float] | None:
+    return None if value is None else {name: _required(norm) for name, norm in value.items()}
+
+
 def _parse_update(body: Mapping[str, Any]) -> UpdateLine:
-    moved = body.get("moved")
     return UpdateLine(
         update=int(body["update"]),
         loss=_number(body["loss"]),
@@ -179,10 +182,11 @@ def _parse_update(body: Mapping[str, Any]) -> UpdateLine:
         sample_ids=_ids(body["sample_ids"]),
         finite=bool(body["finite"]),
         deltas={name: _required(value) for name, value in (body.get("deltas") or {}).items()},
-        moved=None if moved is None else {name: _required(value) for name, value in moved.items()},
+        moved=_norms(body.get("moved")),
         steps=int(body.get("steps", 1)),
         seconds=_number(body.get("seconds")),
         ids_digest=_ids_digest(body.get("ids_digest")),
+        gradients=_norms(body.get("gradients")),
     )
 
 
@@ -195,6 +199,7 @@ def _parse_eval(body: Mapping[str, Any]) -> EvalLine:
         state_unchanged=bool(body["state_unchanged"]),
         rng_unchanged=bool(body["rng_unchanged"]),
         changed=tuple(body.get("changed") or ()),
+        modules=tuple((str(name), _required(norm), int(count)) for name, norm, count in body.get("modules") or ()),
     )
 
 

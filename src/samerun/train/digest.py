@@ -19,6 +19,7 @@ from samerun.core.digest import (
     complex_as_two,
     digest_seed,
     to_hex,
+    whole_digest,
 )
 from samerun.core.dtype import DType, parse_dtype
 from samerun.train.flatpart import FlatPart
@@ -53,7 +54,7 @@ def digest_shard(key: str, shard: Shard) -> int:
 
 def digest_tensor(key: str, tensor: torch.Tensor) -> str:
     """Returns the digest of a whole plain tensor as 16 hexadecimal digits."""
-    return to_hex(digest_shard(key, LocalShard.whole(tensor)))
+    return whole_digest(digest_shard(key, LocalShard.whole(tensor)), key, dtype_of(tensor), tuple(tensor.shape))
 
 
 def state_fingerprint(model: nn.Module | Sequence[nn.Module], optimizer: object = None) -> dict[str, str]:

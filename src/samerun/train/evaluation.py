@@ -33,10 +33,11 @@ def evaluate_fixed(
         folder: where logits are kept, on the one rank that keeps them; None on the others.
         number: counts the evaluations of this job, from 0.
     """
+    from samerun.train.activations import watch_modules
     from samerun.train.purity import evaluating, fingerprint
 
     before = fingerprint(model, optimizer, objects)
-    with evaluating(model):
+    with evaluating(model), watch_modules(model) as outputs:
         result = function()
     after = fingerprint(model, optimizer, objects)
     losses = numbers(result["losses"])
@@ -49,6 +50,7 @@ def evaluate_fixed(
         "state_unchanged": not tensors,
         "rng_unchanged": not rng,
         "changed": [*tensors, *rng],
+        "modules": outputs.rows() if folder is not None else None,
     }
 
 

@@ -100,4 +100,4 @@ def update_line(
         "steps": facts.steps,
         "seconds": round(seconds, 4),
     }
-    return body if facts.moved is None else {**body, "moved": facts.moved}
+    return body if facts.moved is None else {**body, "moved": facts.moved, "gradients": facts.gradients}

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from samerun.core.digest import MASK, to_hex
+from samerun.core.digest import MASK, to_hex, whole_digest
+from samerun.core.dtype import parse_dtype
 from samerun.core.plain import plain
 from samerun.errors import Problem, SamerunError, VerificationError
 from samerun.train.agree import add_over_ranks, distinct, world
@@ -189,7 +190,8 @@ def _to_signed(digest: int) -> int:
 
 
 def tensor_fact(key: str, rows: list[list[int]], described: Described) -> TensorFact:
-    replicas = [Replica(row[0], to_hex(row[1 + _DIGEST] & MASK)) for row in rows]
+    dtype = parse_dtype(described.dtype)
+    replicas = [Replica(row[0], whole_digest(row[1 + _DIGEST] & MASK, key, dtype, described.shape)) for row in rows]
     most = _majority([replica.digest for replica in replicas])
     elements = math.prod(described.shape)
     return TensorFact(

@@ -73,10 +73,10 @@ class ParameterNorms:
         return self._squares(changes)
 
     def squared_gradient(self) -> torch.Tensor:
-        """Returns this rank's part of the squared L2 norm of the whole gradient, shape `(1,)`, float64. Local."""
+        """Returns, for every parameter, this rank's part of the squared L2 norm of its gradient, as above. Local."""
         gradients = {name: p.grad for name, p in self._mine.items() if p.grad is not None and name in self._counted}
-        parts = ((name, _local(gradient, self._rank)) for name, gradient in gradients.items())
-        return self._squares(parts).sum().reshape(1)
+        parts = ((name, local_part(gradient, self._rank)) for name, gradient in gradients.items())
+        return self._squares(parts)
 
     def norms(self, squares: Sequence[float], names: Iterable[str]) -> dict[str, float]:
         """Returns the L2 norm of each of `names` from squares that were added over ranks."""
@@ -90,19 +90,20 @@ class ParameterNorms:
         return tuple(trained[round(i * (len(trained) - 1) / (count - 1))] for i in range(count))
 
     def _locals(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        return {name: _local(self._mine[name], self._rank) for name in names if name in self._counted}
+        return {name: local_part(self._mine[name], self._rank) for name in names if name in self._counted}
 
     def _squares(self, parts: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
         import torch
 
         squares = torch.zeros(len(self.names), dtype=torch.float64)
-        found = {name: _squared_norm(part) for name, part in parts}
+        found = {name: squared_norm(part) for name, part in parts}
         if found:
             squares[[self._index[name] for name in found]] = torch.stack(list(found.values())).cpu().double()
         return squares
 
 
-def _local(tensor: Any, rank: int) -> torch.Tensor:
+def local_part(tensor: Any, rank: int = 0) -> torch.Tensor:
+    """Returns what this rank holds of a tensor, without its graph."""
     if is_partitioned(tensor):
         return partitioned_part(tensor, rank).local
     detached = tensor.detach()
@@ -116,7 +117,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _squared_norm(tensor: torch.Tensor) -> torch.Tensor:
+def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the squared L2 norm, in float64 where the device has it.
 
     Rows of a few thousand elements are summed in the tensor's own precision and the rows in float64: as exact as

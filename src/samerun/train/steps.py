@@ -19,7 +19,8 @@ class StepFacts:
     """One update as the optimizer made it. Norms are None where they were not measured.
 
     `lr` is what the step used, per group. `steps` counts optimizer steps since the last update: 0 if a loss scaler
-    skipped it. `grad_norm` is that of the gradients which the step used, after any clipping.
+    skipped it. `grad_norm` is that of the gradients which the step used, after any clipping; `gradients` are its parts
+    by parameter, in the first measured update, or None where an optimizer keeps the gradients itself.
     """
 
     lr: tuple[float, ...]
@@ -29,6 +30,7 @@ class StepFacts:
     update_norm: float | None
     deltas: dict[str, float]
     moved: dict[str, float] | None
+    gradients: dict[str, float] | None
 
 
 class StepWatch:
@@ -136,15 +138,18 @@ class StepWatch:
 
         grad_norm = update_norm = None
         deltas: dict[str, float] = {}
-        moved = None
+        moved = gradients = None
         if self._before is not None and self._gradient is not None:
             with torch.no_grad():
                 changes = self._norms.squared_change(self._before)
-            *squares, gradient = add_over_ranks(torch.cat([changes, self._gradient]))
-            grad_norm, update_norm = self._gradient_norm(gradient), math.sqrt(math.fsum(squares))
+            both = add_over_ranks(torch.cat([changes, self._gradient]))
+            squares, gradient = both[: len(changes)], both[len(changes) :]
+            grad_norm, update_norm = self._gradient_norm(math.fsum(gradient)), math.sqrt(math.fsum(squares))
             deltas = self._norms.norms(squares, self._watched)
             if self._all_next:
                 moved = self._norms.norms(squares, self._norms.names)
+                if not any(hasattr(optimizer, "global_grad_norm") for optimizer in self._optimizers):
+                    gradients = self._norms.norms(gradient, self._norms.trainable)
                 self._all_next = False
         else:
             grad_norm = self._told_norm
@@ -156,6 +161,7 @@ class StepWatch:
             update_norm=update_norm,
             deltas=deltas,
             moved=moved,
+            gradients=gradients,
         )
         self.reset()
         return facts

@@ -21,6 +21,12 @@ _SHOWN = 4
 # What a schedule, or the counting of updates, moves in a group.
 _SCHEDULED = frozenset({"lr", "step", "momentum", "betas"})
 
+# What moves in the state of torch's schedulers and of Megatron's and DeepSpeed's.
+_MOVES = frozenset({
+    "last_epoch", "_step_count", "_last_lr", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "num_steps",
+    "last_batch_iteration", "lr_lambdas",
+})  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
@@ -86,6 +92,7 @@ def compare_previous(
         *_check_unchanged(unchanged, [key for key in owes if key in seen.same or key in set(seen.moved)], now),
         *_check_names(missing, new, seen.reshaped),
         *_check_groups(now, then),
+        *_check_schedule(now, then),
         *_check_open(seen.by),
     ]
     return Against(
@@ -298,6 +305,47 @@ def _settings(state: LogicalState) -> dict[str, dict[str, str]]:
         for group in state.groups
         for name in group.params
     }
+
+
+def _check_schedule(now: LogicalState, then: LogicalState) -> list[Problem]:
+    """Compares what does not move in a schedule: its horizon, warm-up, factors and base rates."""
+    before, after = _horizon(then), _horizon(now)
+    changed = [name for name in before if name in after and after[name] != before[name]]
+    if not changed:
+        return []
+    told = ", ".join(f"{name}: {before[name]} -> {after[name]}" for name in changed[:_SHOWN])
+    more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+    return [
+        Problem(
+            "SR-AGAINST-SCHEDULE",
+            f"the learning-rate schedule is another one than before: {told}{more}",
+            severity=Severity.WARNING,
+            where={"key": changed[0]},
+            expected=before[changed[0]],
+            found=after[changed[0]],
+            hint="a horizon computed from the number of processes changes when they do; if it was not meant, resume "
+            "from the previous checkpoint with the old horizon",
+        )
+    ]
+
+
+def _horizon(state: LogicalState) -> dict[str, Any]:
+    """Returns the settings of a schedule by name, and the horizon that Trainer records beside one."""
+    found: dict[str, Any] = {}
+    stack: list[tuple[str, Any]] = [("scheduler", dict(state.scheduler or {}))]
+    while stack:
+        name, node = stack.pop()
+        last = name.rpartition(".")[2]
+        if last in _MOVES:
+            continue
+        if isinstance(node, Mapping):
+            stack += [(f"{name}.{key}", item) for key, item in node.items()]
+        elif isinstance(node, list) and any(isinstance(item, Mapping) for item in node):
+            stack += [(f"{name}.{number}", item) for number, item in enumerate(node)]
+        elif isinstance(node, int | float | str | list) and not isinstance(node, bool):
+            found[name] = node
+    horizon = state.objects.get("trainer_state.max_steps")
+    return found | ({"trainer_state.max_steps": horizon} if horizon is not None else {})
 
 
 def _check_open(by: Mapping[str, int]) -> list[Problem]:

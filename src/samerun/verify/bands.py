@@ -55,7 +55,12 @@ def complete_reference(controls: Controls) -> Controls:
     """
     reference = controls.observed[0]
     filled = tuple(
-        replace(item, moved=donor.moved if item.moved is None else item.moved, deltas=item.deltas or donor.deltas)
+        replace(
+            item,
+            moved=donor.moved if item.moved is None else item.moved,
+            gradients=donor.gradients if item.gradients is None else item.gradients,
+            deltas=item.deltas or donor.deltas,
+        )
         if (donor := _donor(controls.observed[1:], item.update)) is not None
         else item
         for item in reference.updates

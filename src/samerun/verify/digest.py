@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from samerun.core.box import check_tiling
-from samerun.core.digest import MASK, bits_of, box_runs, complex_as_two, digest_seed, to_hex
+from samerun.core.digest import MASK, bits_of, box_runs, complex_as_two, digest_seed, whole_digest
 from samerun.core.dtype import DType
 from samerun.errors import CorruptCheckpoint, FormatError, Problem
 from samerun.formats.base import coverage_problems
@@ -56,12 +56,11 @@ def digest_tensor(checkpoint: Checkpoint, key: str, *, as_key: str | None = None
         CorruptCheckpoint: if the pieces do not cover the tensor exactly, or one cannot be read.
     """
     entry = checkpoint.state.tensors[key]
-    return to_hex(
-        sum(
-            digest_array(as_key or key, array, entry.dtype, entry.shape, offsets)
-            for offsets, array in read_pieces(checkpoint, key)
-        )
+    total = sum(
+        digest_array(as_key or key, array, entry.dtype, entry.shape, offsets)
+        for offsets, array in read_pieces(checkpoint, key)
     )
+    return whole_digest(total, as_key or key, entry.dtype, entry.shape)
 
 
 def digest_cast(checkpoint: Checkpoint, key: str, as_key: str, dtype: DType) -> str:
@@ -81,7 +80,7 @@ def digest_cast(checkpoint: Checkpoint, key: str, as_key: str, dtype: DType) -> 
             with np.errstate(all="ignore"):
                 cast = block.astype(target)
             total += digest_array(as_key, cast, dtype, entry.shape, position)
-    return to_hex(total)
+    return whole_digest(total, as_key, dtype, entry.shape)
 
 
 def read_pieces(checkpoint: Checkpoint, key: str) -> Iterator[tuple[tuple[int, ...], Array]]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from samerun.core.tolerance import Band, deviation
 from samerun.errors import Problem
 from samerun.trace import EvalLine
+from samerun.verify.locate import Modules, first_module
 
 Array = npt.NDArray[Any]
 
@@ -22,7 +23,8 @@ class Evaluation:
     """One evaluation on fixed examples.
 
     `losses` has one number per example; `logits` the recorded elements of the logits, the examples first; both in the
-    examples' own order. `changed` names what the evaluation altered although it may alter nothing.
+    examples' own order. `changed` names what the evaluation altered although it may alter nothing. `modules` has the
+    norm of what every module gave out.
     """
 
     update: int
@@ -30,6 +32,7 @@ class Evaluation:
     logits: Array | None
     shape: tuple[int, ...]
     changed: tuple[str, ...]
+    modules: Modules = ()
 
 
 def evaluation_of(line: EvalLine, logits: Array | None) -> Evaluation:
@@ -40,7 +43,7 @@ def evaluation_of(line: EvalLine, logits: Array | None) -> Evaluation:
     if not line.rng_unchanged:
         changed.append("random number generators")
     shape = tuple((line.logits or {}).get("shape") or ())
-    return Evaluation(line.update, line.losses, logits, shape, tuple(dict.fromkeys(changed)))
+    return Evaluation(line.update, line.losses, logits, shape, tuple(dict.fromkeys(changed)), line.modules)
 
 
 def loss_deviation(control: Evaluation, candidate: Evaluation, *, absolute: bool = False) -> float:
@@ -141,11 +144,13 @@ def _check_band(control: Evaluation, candidate: Evaluation, band: Band, where: d
     found, limit = measure(control, candidate, absolute=band.absolute), band.limits[0]
     if found <= limit:
         return []
+    place = first_module(control.modules, candidate.modules, limit)
+    first = f"; the first module whose output differs is {place}" if place else ""
     return [
         Problem(
             code,
-            f"{what} of the fixed examples differ from the control beyond the sealed tolerance",
-            where=where,
+            f"{what} of the fixed examples differ from the control beyond the sealed tolerance{first}",
+            where={**where, "module": place.name} if place else where,
             expected=f"a deviation of at most {limit:.3g}",
             found=f"{found:.3g}",
             hint="every tensor equals the checkpoint's, so the forward pass differs: architecture settings, a fused or "

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from samerun.errors import Problem, Severity
+from samerun.verify.kinds import kind_of
 from samerun.verify.stage import CONTROL, CONVERT, EVAL, INSPECT, LOAD, STAGES, UPDATE, WINDOW, StageResult, stages_of
 
 SCHEMA = "samerun/judge/1"
@@ -319,5 +320,6 @@ def _divergence(stage: str, problem: Problem) -> dict[str, Any]:
         "message": problem.message,
         "expected": problem.expected,
         "found": problem.found,
+        "kind": kind_of(problem.code),
         "likely": problem.hint,
     }

@@ -25,7 +25,8 @@ class ObservedUpdate:
 
     `ids` maps each batch replica to the ids it consumed, in its own order; None when some replica recorded none.
     `finite` is false as soon as one rank saw a loss, gradient or parameter that is not. `skipped` counts the attempts
-    at this update that a loss scaler threw away. `moved` has every parameter's change in the first update of a job.
+    at this update that a loss scaler threw away. `moved` has every parameter's change in the first update of a job,
+    `gradients` every gradient's norm there as the step used it.
     `seconds` is when it was recorded, counted from the job's header.
     """
 
@@ -43,6 +44,7 @@ class ObservedUpdate:
     deltas: Mapping[str, float]
     moved: Mapping[str, float] | None
     seconds: float | None = None
+    gradients: Mapping[str, float] | None = None
 
     def all_ids(self) -> tuple[SampleId, ...]:
         """Returns the ids of all replicas, replica by replica."""
@@ -107,6 +109,7 @@ def _gather(trace: Trace, index: int) -> ObservedUpdate:
         deltas={name: value for line in lines for name, value in line.deltas.items()},
         moved=next((line.moved for line in lines if line.moved is not None), None),
         seconds=lines[0].seconds,
+        gradients=next((line.gradients for line in lines if line.gradients is not None), None),
     )
 
 

@@ -25,7 +25,7 @@ _HYPERPARAMETERS = frozenset({
     "max_lr", "min_lr", "bias_correction", "wd_mult", "lr_mult", "is_expert", "is_decoupled_lr",
 })  # fmt: skip
 _NUMBERED = re.compile(r"(?:global_?step|step|iter|iteration|checkpoint|ckpt|update)[-_=]?0*(\d+)", re.IGNORECASE)
-_SCALER = re.compile(r"(?:^|[._])(?:grad_?)?scaler", re.IGNORECASE)
+_SCALER = re.compile(r"(?:^|[._])(?:grad_?)?scaler|\.growth_interval$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +342,8 @@ def check_counters(state: LogicalState, name: str, steps: Mapping[str, float]) -
                 where={"tensor": f"optim.step:{next(iter(steps))}"},
                 expected=update,
                 found=usual,
-                hint="bias correction uses the optimizer's; find out which is right (skipped steps also cause this)",
+                hint="bias correction uses the optimizer's; find out which is right (skipped steps also cause this, "
+                "and a counter that names the last update, counted from 0)",
             )
         )
     numbered = _NUMBERED.fullmatch(name)
@@ -422,7 +423,7 @@ def check_scheduler(state: LogicalState) -> list[Problem]:
             )
         )
     shapes = scheduler.get("lr_lambdas")
-    if isinstance(shapes, list) and shapes and all(shape is None for shape in shapes):
+    if isinstance(shapes, list) and shapes and not any(shapes):  # None for a function, {} for a partial of one
         problems.append(
             Problem(
                 "SR-SCHED-LAMBDA",
@@ -497,7 +498,8 @@ def _check_rng_ranks(state: LogicalState) -> list[Problem]:
                 where={"key": next(iter(state.rng))},
                 expected=world_size,
                 found=1,
-                hint="every rank saved under the same name and one of them survived; save it under a name per rank",
+                hint="either every rank saved under the same name and one of them survived (save it under a name per "
+                "rank), or a run of one process was converted for more, and the new ranks have no stream yet",
             )
         ]
     if ranks == set(range(world_size)):
@@ -505,13 +507,14 @@ def _check_rng_ranks(state: LogicalState) -> list[Problem]:
     return [
         Problem(
             "SR-RNG-RANKS",
-            f"random number generator states are saved for {len(ranks)} ranks, the checkpoint was written by "
-            f"{world_size}",
+            f"there are random number generator states of {len(ranks)} ranks ({_some(list(map(str, sorted(ranks))))}), "
+            f"and the checkpoint is one of {world_size} ranks",
             severity=Severity.WARNING,
             where={"key": next(iter(state.rng))},
             expected=world_size,
             found=len(ranks),
-            hint="the other ranks' streams are lost",
+            hint="ranks without a state start a stream of their own: expected where a conversion changed their number "
+            "(declare rng: expected-to-change), otherwise states were lost, or are left over from another save",
         )
     ]
 

@@ -10,11 +10,14 @@ from typing import Any
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role
 from samerun.errors import FormatError, Problem, Severity
-from samerun.formats.base import Checkpoint, Inspectable, Rigid
+from samerun.formats.base import Checkpoint, Inspectable, PayloadCheck, Rigid
 from samerun.stores.remote import original_name
 from samerun.verify.against import Against, compare_previous
+from samerun.verify.averages import check_averages, check_copied
+from samerun.verify.checksums import Checksums, combine_checksums
 from samerun.verify.consequence import explain_consequences
 from samerun.verify.coverage import check_coverage
+from samerun.verify.declared import check_declared
 from samerun.verify.destination import Destination, check_destination, plan_destination
 from samerun.verify.resume import Resumable, check_resume, judge_resumable
 from samerun.verify.sidecar import SidecarCheck, check_sidecar, read_sidecar
@@ -43,6 +46,7 @@ class InspectReport:
     destination: Destination | None = None
     digests: Mapping[str, str] | None = None
     against: Against | None = None
+    checksums: Checksums | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the body of the `samerun/inspect/1` document."""
@@ -77,6 +81,8 @@ class InspectReport:
             },
             "problems": [problem.to_json() for problem in self.problems],
         }
+        if self.checksums is not None:
+            body["checksums"] = self.checksums.to_json()
         if self.destination is not None:
             body["destination"] = self.destination.to_json()
         if self.against is not None:
@@ -91,6 +97,7 @@ class InspectReport:
             "dtype": entry.dtype.name,
             "pieces": len(entry.tiling),
             "digest": self.digests.get(key) if self.digests else None,
+            "crc32": self.checksums.tensors.get(key) if self.checksums else None,
             "original": entry.original,
         }
         if entry.aliases:
@@ -132,6 +139,7 @@ def inspect_checkpoint(
     problems = [*state.problems, *check_coverage(state)]
     intact: bool | None = None
     digests: dict[str, str] | None = None
+    payloads: PayloadCheck | None = None
     num_files = 1
     if isinstance(checkpoint, Inspectable):
         num_files = checkpoint.num_files
@@ -139,7 +147,7 @@ def inspect_checkpoint(
     steps, step_files = read_steps(checkpoint)
     resume = check_resume(state, checkpoint.path.name, steps)
     problems += check_generation(steps, step_files) or []
-    problems += resume
+    problems += [*resume, *check_averages(state), *check_declared(state)]
     if deep:
         if isinstance(checkpoint, Inspectable):
             payloads = checkpoint.check_payloads(advance)
@@ -147,6 +155,7 @@ def inspect_checkpoint(
             problems += payloads.problems
         problems += check_values(checkpoint)
         digests = _digests(checkpoint)
+        problems += check_copied(checkpoint, digests)
         recorded = _check_sidecar(checkpoint, digests)
         problems += recorded.problems
         if recorded.intact is not None and intact is not False:
@@ -172,6 +181,7 @@ def inspect_checkpoint(
         destination=planned,
         digests=digests,
         against=against,
+        checksums=combine_checksums(checkpoint, payloads),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from samerun.core.tolerance import Band, deviation
 from samerun.errors import Problem, Severity
 from samerun.verify.audit import Audit, audit_prefix, audit_window, check_audit, window_ids
+from samerun.verify.locate import Place, worst_gradient
 from samerun.verify.observed import Observed, ObservedUpdate
 
 NUMBERS: Mapping[str, tuple[str, str]] = {
@@ -291,14 +292,26 @@ def _check_numbers(
         if outside is not None:
             candidate, expected, found = outside
             code, what = NUMBERS[name]
+            place = _gradient_place(name, candidate, pairs)
+            most = f"; most of it in the gradient of {place}" if place else ""
             yield Problem(
                 code,
-                f"{what} leaves its sealed band at update {candidate.update}",
-                where=_where(candidate, stage=plan.stage, key=name),
+                f"{what} leaves its sealed band at update {candidate.update}{most}",
+                where=_where(candidate, stage=plan.stage, key=name, **({"tensor": place.name} if place else {})),
                 expected=f"{expected:.9g} within {band.limit(candidate.update):.3g}",
                 found=f"{found:.9g}, a deviation of {deviation(expected, found, absolute=band.absolute):.3g}",
                 hint=_number_hint(name, candidate.update == plan.first_update),
             )
+
+
+def _gradient_place(
+    name: str, candidate: ObservedUpdate, pairs: Sequence[tuple[ObservedUpdate, ObservedUpdate]]
+) -> Place | None:
+    """Returns the parameter whose gradient accounts for most of a difference in loss or gradient norm, if recorded."""
+    if name == "update_norm":
+        return None
+    control = next(control for control, other in pairs if other is candidate)
+    return worst_gradient(control.gradients, candidate.gradients)
 
 
 def _outside(

@@ -156,6 +156,13 @@ def accelerate_ddp(folder: Path) -> None:
     keep(folder, run_ranks(3, write, timeout=500)[0])
 
 
+def accelerate_local(folder: Path) -> None:
+    """One file per rank of flat parameters, and the optimizer in DCP, as `LOCAL_STATE_DICT` makes Accelerate save."""
+    from support import hfjob
+
+    keep(folder, run_ranks(3, hfjob.save_fsdp, folder, timeout=500)[0])
+
+
 # ---- Lightning ----
 
 
@@ -267,6 +274,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "shards-object": shards_with_object,
     "trainer": trainer,
     "accelerate": accelerate_ddp,
+    "accelerate-local": accelerate_local,
     "lightning": lightning_file,
     "lightning-sharded": lightning_sharded,
 }

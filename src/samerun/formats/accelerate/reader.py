@@ -3,8 +3,8 @@
 Per prepared object one file, the first without a number: `model.safetensors` (or `pytorch_model.bin`, or numbered parts
 with an index), `optimizer.bin`, `scheduler.bin`, `sampler.bin`, `dl_state_dict.bin`, `custom_checkpoint_N.pkl`,
 `scaler.pt`, and per process `random_states_N.pkl`. Under FSDP models are `pytorch_model_fsdp_N` and optimizers
-`optimizer_N`, directories of DCP, or single files of full state dicts; under DeepSpeed the engine's own checkpoint lies
-in `pytorch_model`.
+`optimizer_N`, directories of DCP, single files of full state dicts, or one file per rank; under DeepSpeed the engine's
+own checkpoint lies in `pytorch_model`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from samerun.formats.base import Checkpoint
 from samerun.formats.statedict.adopt import adopt
 from samerun.formats.statedict.assemble import assemble
 from samerun.formats.statedict.checkpoint import StateDictCheckpoint
-from samerun.formats.statedict.recognise import is_state_dict
+from samerun.formats.statedict.fsdpfiles import add_fsdp_ranks
+from samerun.formats.statedict.recognise import is_averaged_model, is_state_dict, looks_averaged
 from samerun.formats.statedict.safefolder import INDEX_SUFFIX, open_weights
 from samerun.formats.statedict.saved import SavedModel, SavedState, sort_tree
-from samerun.formats.statedict.sidefiles import add_extra, check_ranks_of, numbered, open_beside
+from samerun.formats.statedict.sidefiles import add_extra, check_ranks_of, numbered, open_beside, read_json
 from samerun.formats.statedict.tree import Tree
 from samerun.stores.local import MappedFiles
 
@@ -33,6 +34,12 @@ _WHOLE_MODEL = re.compile(
     r"(?P<stem>(?:model|pytorch_model|pytorch_model_fsdp)(?:_(?P<number>\d{1,4}))?)\.(?:safetensors|bin)(?P<index>\.index\.json)?"
 )
 _PARTS = re.compile(r"(?P<stem>(?:model|pytorch_model)(?:_(?P<number>\d{1,4}))?)-00001-of-\d{5}\.(?:safetensors|bin)")
+_FOLDER_WEIGHTS = tuple(
+    f"{stem}.{ending}{index}"
+    for stem in ("diffusion_pytorch_model", "model", "pytorch_model", "adapter_model", "pytorch_lora_weights")
+    for ending in ("safetensors", "bin")
+    for index in (INDEX_SUFFIX, "")
+)
 _INNER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_(\d+)|pytorch_model(?:_(\d+))?")
 
 
@@ -46,16 +53,20 @@ def open_accelerate(path: Path, open_inner: OpenInner) -> StateDictCheckpoint:
     saved.written_by["format"] = "Accelerate save_state"
     inners = tuple(_open_inners(path, saved, open_inner))
     _add_models(path, saved, files)
+    _add_folders(path, saved, files)
     _add_optimizers(path, saved, files)
+    ranks = add_fsdp_ranks(path, saved, files)
     _add_objects(path, saved, files)
     random = _add_random(path, saved, files)
+    if ranks and saved.topology.world_size is None:
+        saved.topology = Topology(world_size=ranks, inferred="from the number of rank files")
     add_extra(path, saved, files)
     loaders = [name for name in saved.data if name.startswith("dl_state_dict")]
     if loaders and len(random) > 1:
         saved.problems.append(_cursor(path, loaders[0], len(random)))
     if not saved.models and not inners:
         saved.problems.append(_no_model(path))
-    return assemble(path, "accelerate", saved, files, inners)
+    return assemble(path, "accelerate", saved, files, inners, per_rank=ranks > 0)
 
 
 def _open_inners(path: Path, saved: SavedState, open_inner: OpenInner) -> Iterator[Checkpoint]:
@@ -95,6 +106,29 @@ def _add_models(path: Path, saved: SavedState, files: MappedFiles) -> None:
         )
 
 
+def _add_folders(path: Path, saved: SavedState, files: MappedFiles) -> None:
+    """Adds the models that hooks of the script saved in folders of their own, as diffusers' training scripts do."""
+    for folder in sorted(path.iterdir()):
+        if not folder.is_dir() or _INNER.fullmatch(folder.name):
+            continue
+        name = next((name for name in _FOLDER_WEIGHTS if (folder / name).is_file()), None)
+        if name is None:
+            continue
+        try:
+            weights = open_weights(folder, name, files)
+        except FormatError as error:
+            saved.problems += error.problems
+            continue
+        saved.files += weights.files
+        saved.problems += weights.problems
+        average = looks_averaged(folder.name)
+        saved.models.append(
+            SavedModel(folder.name, weights.tensors, weights.ordered, average=average, aliases=weights.aliases)
+        )
+        if (folder / "config.json").is_file():
+            saved.objects[f"{folder.name}.config"] = read_json(folder / "config.json", saved)
+
+
 def _add_optimizers(path: Path, saved: SavedState, files: MappedFiles) -> None:
     for number, file in numbered(path, r"optimizer(?:_(\d+))?\.bin").items():
         tree = open_beside(file, saved, files)
@@ -112,7 +146,7 @@ def _add_objects(path: Path, saved: SavedState, files: MappedFiles) -> None:
         saved.objects["scaler"] = open_beside(path / "scaler.pt", saved, files)
     for number, file in numbered(path, r"custom_checkpoint_(\d+)\.pkl").items():
         tree = open_beside(file, saved, files)
-        if is_state_dict(tree):
+        if is_state_dict(tree) and not is_averaged_model(tree):
             saved.objects[f"custom_checkpoint_{number}"] = tree
         else:
             sort_tree(tree, saved, f"custom_checkpoint_{number}")

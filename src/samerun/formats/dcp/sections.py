@@ -68,7 +68,7 @@ def recognise(tree: Tree) -> Sections:
     for name, last, node in _sections(tree):
         if _is_scheduler(last, node):
             scheduler = node if scheduler is None else scheduler
-        elif looks_random(last):
+        elif looks_random(last) and not _is_seed(node):
             rng[name] = node
         elif _DATA.search(last):
             data[name] = node
@@ -83,6 +83,11 @@ def _sections(tree: Tree, prefix: str = "", depth: int = 0) -> Iterator[tuple[st
         yield name, key, node
         if isinstance(node, dict) and depth < 2 and not recognised:
             yield from _sections(node, f"{name}.", depth + 1)
+
+
+def _is_seed(node: Any) -> bool:
+    """Whether a value that is called like a generator's is a plain one: a seed is no state."""
+    return isinstance(node, int | float | str | None)
 
 
 def _is_scheduler(name: str, node: Any) -> bool:

@@ -120,10 +120,12 @@ def check_places(index: Index, files: tuple[DataFile, ...], smallest: Ints) -> t
     sane = (places.offset_bytes >= 0) & (places.length_bytes >= 0) & (stops >= 0)
     whole = (held >= 0) & sane & (stops <= held)
     problems: list[Problem] = []
+    wanted = _wanted_bytes(len(files), places.file[sane], stops[sane])
     for number, file in enumerate(files):
         mine = places.file == number
         if file.found_bytes is not None and not bool(whole[mine].all()):
-            problems.append(_truncated(file, mine & ~whole & sane, stops, int((mine & ~whole).sum())))
+            other = _with_the_size_of(number, files, wanted)
+            problems.append(_truncated(file, mine & ~whole & sane, stops, int((mine & ~whole).sum()), other))
     enough = places.length_bytes >= smallest
     if bool((whole & ~enough).any()):
         problems.extend(_too_short(index, files, np.flatnonzero(whole & ~enough)))
@@ -131,7 +133,25 @@ def check_places(index: Index, files: tuple[DataFile, ...], smallest: Ints) -> t
     return problems, (whole & enough).astype(np.int64)
 
 
-def _truncated(file: DataFile, cut: np.ndarray, stops: Ints, count: int) -> Problem:
+def _wanted_bytes(count: int, file_of: Ints, stops: Ints) -> list[int]:
+    """Returns, by file, where the last of its items ends, which is the size with which it was written."""
+    wanted = np.zeros(count, np.int64)
+    np.maximum.at(wanted, file_of, stops)
+    return wanted.tolist()
+
+
+def _with_the_size_of(number: int, files: tuple[DataFile, ...], wanted: list[int]) -> DataFile | None:
+    """Returns the one file that has the size which file `number` should have, and not the size of its own name."""
+    fitting = [file for file, own in zip(files, wanted, strict=True) if file.found_bytes == wanted[number] != own]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _truncated(file: DataFile, cut: np.ndarray, stops: Ints, count: int, other: DataFile | None) -> Problem:
+    exchanged = (
+        f"{other.path.name} has exactly that size, which is not its own: did files change names? Else restore this one"
+        if other is not None
+        else _RESTORE
+    )
     needed = int(stops[cut].max()) if bool(cut.any()) else None
     return Problem(
         "SR-FILE-TRUNCATED",
@@ -139,7 +159,7 @@ def _truncated(file: DataFile, cut: np.ndarray, stops: Ints, count: int) -> Prob
         where={"file": str(file.path)},
         expected=None if needed is None else f"at least {needed} bytes",
         found=f"{file.found_bytes} bytes",
-        hint=_RESTORE,
+        hint=exchanged,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from samerun.formats.fsdp1.flat import has_flat
+from samerun.formats.statedict.flat import has_flat
 from samerun.formats.statedict.geometry import find_distributed
 from samerun.formats.statedict.rankdetect import peek_ranks
 

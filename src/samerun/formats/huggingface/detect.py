@@ -26,6 +26,8 @@ def looks_like(path: Path) -> str | None:
     others = any(name.startswith("random_states_") or name == "optimizer.bin" for name in names)
     if weights and not others and names & {"optimizer.pt", EXTRA}:
         return f"it holds {weights[0]} and {min(names & {'optimizer.pt', EXTRA})}"
+    if "adapter_config.json" in names and any(name.startswith("adapter_model.") for name in weights) and not others:
+        return "it holds adapter_config.json and its weights"
     if "config.json" in names and weights and not any(name.startswith("random_states_") for name in names):
         return f"it holds config.json and {weights[0]}"
     return None

@@ -2,7 +2,8 @@
 
 Trainer (transformers 4.20 to 5.24) writes the model as safetensors or torch.save files, whole or in numbered parts with
 an index; `optimizer.pt` by position, `scheduler.pt`, `scaler.pt`, one `rng_state_N.pth` per process, and counters in
-`trainer_state.json`. Under FSDP or DeepSpeed the model and the optimizer are checkpoints of their own inside.
+`trainer_state.json`. Under FSDP or DeepSpeed the model and the optimizer are checkpoints of their own inside, or files
+of each rank.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from samerun.core.state import RecordedProgress, Topology
 from samerun.errors import FormatError, Problem, Severity, UsageError
 from samerun.formats.base import Checkpoint
 from samerun.formats.huggingface.config import check_config, tied_names
+from samerun.formats.huggingface.horizon import check_horizon
 from samerun.formats.huggingface.trainer import Trainer, check_trainer, read_trainer
 from samerun.formats.statedict.adopt import adopt
 from samerun.formats.statedict.assemble import assemble
 from samerun.formats.statedict.checkpoint import StateDictCheckpoint
+from samerun.formats.statedict.fsdpfiles import add_fsdp_ranks
 from samerun.formats.statedict.safefolder import INDEX_SUFFIX, open_weights
 from samerun.formats.statedict.saved import SavedModel, SavedState
 from samerun.formats.statedict.sidefiles import add_extra, check_ranks_of, numbered, open_beside, read_json
@@ -55,14 +58,17 @@ def open_huggingface(path: Path, open_inner: OpenInner) -> StateDictCheckpoint:
         saved.models = saved.models[len(exported) :]
         saved.problems.append(_exported(path, exported, inners[0].path))
     _add_optimizer(path, saved, files)
+    ranks = add_fsdp_ranks(path, saved, files)
     _add_rng(path, trainer, saved, files)
     add_extra(path, saved, files)
     _describe(config, trainer, saved)
     saved.problems += check_config(config, saved.models, files)
     saved.problems += check_trainer(path, trainer, saved)
+    for _, scheduler in saved.schedulers[:1]:
+        saved.problems += check_horizon(trainer.state, trainer.arguments, scheduler)
     if not saved.models and not inners:
         saved.problems.append(_no_model(path))
-    return assemble(path, "huggingface", saved, files, inners)
+    return assemble(path, "huggingface", saved, files, inners, per_rank=ranks > 0)
 
 
 def _add_model(path: Path, config: Mapping[str, Any], saved: SavedState, files: MappedFiles) -> None:

@@ -26,6 +26,7 @@ from samerun.formats.statedict.tree import open_file
 from samerun.stores.local import MappedFiles
 
 OpenInner = Callable[[Path], Checkpoint]
+_AVERAGE = "average_model_state"
 POSITION = "samerun/sampler/1"
 """The schema of `ElasticSampler.state_dict`, which `samerun.integrations.lightning` saves with its callback."""
 _SORTED = frozenset({"state_dict", "optimizer_states", "lr_schedulers", "current_model_state", VERSION})
@@ -77,6 +78,8 @@ def _sort(tree: Mapping[Any, Any], saved: SavedState) -> None:
     for number, state in enumerate(_items(tree.get("lr_schedulers"))):
         saved.schedulers.append((f"lr_schedulers.{number}", state))
     saved.objects |= {str(key): value for key, value in tree.items() if key not in _SORTED}
+    if isinstance(tree.get("callbacks"), dict):
+        saved.objects["callbacks"] = _without_averages(tree["callbacks"], saved)
     _add_data(tree, saved)
     update, epoch = tree.get("global_step"), tree.get("epoch")
     known = saved.progress or RecordedProgress()
@@ -103,6 +106,18 @@ def _add_models(tree: Mapping[Any, Any], saved: SavedState) -> None:
             saved.problems.append(_averaged())
     if isinstance(current, dict) and is_state_dict(current):
         saved.models.append(SavedModel("current_model_state", _tensors(current)))
+
+
+def _without_averages(callbacks: Mapping[Any, Any], saved: SavedState) -> dict[str, Any]:
+    """Adds the averages that callbacks hold (StochasticWeightAveraging) as models. Returns the rest of their state."""
+    rest: dict[str, Any] = {}
+    for name, state in callbacks.items():
+        average = state.get(_AVERAGE) if isinstance(state, dict) else None
+        if isinstance(average, dict) and is_state_dict(average):
+            saved.models.append(SavedModel(f"callbacks.{name}", _tensors(average), average=True))
+            state = {key: item for key, item in state.items() if key != _AVERAGE}
+        rest[str(name)] = state
+    return rest
 
 
 def _tensors(node: Mapping[str, Any]) -> dict[str, Stored]:

@@ -20,8 +20,9 @@ from samerun.core.state import (
 )
 from samerun.errors import FormatError, Problem, Severity
 from samerun.formats.base import Checkpoint
+from samerun.formats.statedict.averages import name_averages, prefixes_of
 from samerun.formats.statedict.checkpoint import Held, StateDictCheckpoint
-from samerun.formats.statedict.naming import Named, name_optimizer
+from samerun.formats.statedict.naming import Named, name_optimizers
 from samerun.formats.statedict.optimizer import MASTER_SLOTS, check_slots, parse_optimizer
 from samerun.formats.statedict.progress import read_progress
 from samerun.formats.statedict.recognise import is_parameter_name, looks_like_model, looks_other
@@ -66,7 +67,10 @@ class _Assembly:
     def build(self, path: Path, format: str) -> LogicalState:
         models, rest = _choose_models(self.saved.models)
         named = self.name_optimizers(models)
-        prefixes = _prefixes(models, named)
+        averages, problems = name_averages(self.saved.averages, [model for model in models if not model.average], named)
+        self.problems += problems
+        models += averages
+        prefixes = _prefixes(models, named) | prefixes_of([model for model in models if model.average])
         groups = self.add_optimizers(named, prefixes)
         known = frozenset(fqn for group in groups for fqn in group.params) | {
             entry.key.fqn for entry in self.tensors.values()
@@ -83,7 +87,7 @@ class _Assembly:
         mains = [model for model in models if not model.average]
         known = frozenset(name for model in mains for name in model.tensors)
         parsed = [parse_optimizer(name, node, known) for name, node in self.saved.optimizers]
-        named = [name_optimizer(optimizer, mains) for optimizer in parsed]
+        named = name_optimizers(parsed, mains)
         for one in named:
             self.problems.extend(one.problems)
         return named

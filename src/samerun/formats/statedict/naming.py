@@ -33,12 +33,33 @@ class Named:
     open: frozenset[str] = frozenset()
 
 
+def name_optimizers(optimizers: Sequence[Optimizer], models: Sequence[SavedModel]) -> list[Named]:
+    """Names the parameters of all optimizers. One model's parameters are dealt to all that know them by position.
+
+    A model that an optimizer drives already is taken for another one only if no other fits as well.
+    """
+    nameless = [optimizer for optimizer in optimizers if optimizer.positional and not _has_names(optimizer)]
+    together = _name_together(nameless, models[0]) if len(nameless) > 1 and len(models) == 1 else None
+    named: list[Named] = []
+    for optimizer in optimizers:
+        if together is not None and optimizer in nameless:
+            named.append(together[nameless.index(optimizer)])
+            continue
+        driven = [one.model for one in named]
+        named.append(name_optimizer(optimizer, sorted(models, key=lambda model: model in driven)))
+    return named
+
+
+def _has_names(optimizer: Optimizer) -> bool:
+    return len(optimizer.names) == len(optimizer.keys) and bool(optimizer.names)
+
+
 def name_optimizer(optimizer: Optimizer, models: Sequence[SavedModel]) -> Named:
     """Names an optimizer's parameters, and finds the model among `models` that has them."""
     if not optimizer.positional:
         names = {key: normalize_fqn(key) for key in optimizer.keys}
         return Named(optimizer, _model_with(set(names.values()), models), names)
-    if len(optimizer.names) == len(optimizer.keys) and optimizer.names:
+    if _has_names(optimizer):
         names = {key: normalize_fqn(name) for key, name in optimizer.names.items()}
         return Named(optimizer, _model_with(set(names.values()), models), names)
     found = [_name_by_position(optimizer, model) for model in models]
@@ -81,10 +102,37 @@ def _may_train(tensor: Stored) -> bool:
     return tensor.dtype.kind in ("float", "complex")
 
 
-def _name_by_position(optimizer: Optimizer, model: SavedModel) -> Named:
+def _name_together(optimizers: Sequence[Optimizer], model: SavedModel) -> list[Named] | None:
+    """Deals one model's parameters to the groups of several optimizers, none to two. Returns None if that fails."""
+    groups = [
+        [Position(f"{number} {place.key}", place.shape) for place in group]
+        for number, optimizer in enumerate(optimizers)
+        for group in _groups_of(optimizer)
+    ]
+    for named_like_buffers in (False, True):
+        found = _deal(model, candidates_of(model, named_like_buffers=named_like_buffers), groups)
+        if found is None:
+            continue
+        named: list[Named] = []
+        for number, optimizer in enumerate(optimizers):
+            mine = {f"{number} {key}": key for key in optimizer.keys}
+            names = {key: found[0].names[joint] for joint, key in mine.items() if joint in found[0].names}
+            doubts = [frozenset(mine[joint] for joint in part if joint in mine) for part in (found[0].open, found[1])]
+            matching = Matching(names, doubts[0])
+            problems = _explain(optimizer, model, matching, doubts[1])
+            every = {key: names.get(key, f"#{key}") for key in optimizer.keys}
+            named.append(Named(optimizer, model, every, tuple(problems), doubts[0] | doubts[1]))
+        return named
+    return None
+
+
+def _groups_of(optimizer: Optimizer) -> list[list[Position]]:
     groups = [[Position(key, shape_of(optimizer.members.get(key))) for key in group.keys] for group in optimizer.groups]
-    if not groups:
-        groups = [[Position(key, shape_of(member)) for key, member in optimizer.members.items()]]
+    return groups or [[Position(key, shape_of(member)) for key, member in optimizer.members.items()]]
+
+
+def _name_by_position(optimizer: Optimizer, model: SavedModel) -> Named:
+    groups = _groups_of(optimizer)
     candidates = candidates_of(model, named_like_buffers=False)
     found = _match(optimizer, model, candidates, groups)
     if found is None:
@@ -102,14 +150,28 @@ def _name_by_position(optimizer: Optimizer, model: SavedModel) -> Named:
 def _match(
     optimizer: Optimizer, model: SavedModel, candidates: Sequence[Candidate], groups: Sequence[Sequence[Position]]
 ) -> tuple[Matching, list[Problem]] | None:
+    found = _deal(model, candidates, groups)
+    if found is None:
+        return None
+    matching, assumed = found
+    return replace(matching, open=matching.open | assumed), _explain(optimizer, model, matching, assumed)
+
+
+def _deal(
+    model: SavedModel, candidates: Sequence[Candidate], groups: Sequence[Sequence[Position]]
+) -> tuple[Matching, frozenset[str]] | None:
+    """Deals candidates to groups. Returns the matching and the keys that only convention tells; None if none fits."""
     if model.ordered:
         matching = match_order(candidates, groups)
-        return (matching, _explain_order(optimizer, matching)) if matching else None
+        return (matching, frozenset[str]()) if matching else None
     registered = match_registration(candidates, groups)
-    if registered is None:
-        return None
-    matching = replace(registered.matching, open=registered.matching.open | registered.assumed)
-    return matching, _explain_registration(optimizer, registered.matching, registered.assumed)
+    return (registered.matching, registered.assumed) if registered else None
+
+
+def _explain(optimizer: Optimizer, model: SavedModel, matching: Matching, assumed: frozenset[str]) -> list[Problem]:
+    if model.ordered:
+        return _explain_order(optimizer, matching)
+    return _explain_registration(optimizer, matching, assumed)
 
 
 def _explain_order(optimizer: Optimizer, matching: Matching) -> list[Problem]:

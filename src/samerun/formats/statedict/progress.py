@@ -13,12 +13,23 @@ _SECTIONS = (
     "state", "meta", "metadata", "run", "extra_state", "client_state",
 )  # fmt: skip
 _COUNTERS: dict[str, tuple[str, ...]] = {
-    "update": ("update", "updates", "num_updates", "global_step", "global_steps", "step", "iteration", "iter"),
+    "update": (
+        "update",
+        "updates",
+        "num_updates",
+        "global_step",
+        "global_steps",
+        "step",
+        "iteration",
+        "iter",
+        "iter_num",
+        "completed_steps",
+    ),
     "samples": ("samples", "samples_seen", "consumed_samples", "consumed_train_samples", "num_samples"),
     "tokens": ("tokens", "tokens_seen", "consumed_tokens", "num_tokens"),
     "epoch": ("epoch", "current_epoch", "epochs"),
 }
-_LOADERS_OWN = frozenset({"step", "iteration", "iter", "num_samples"})
+_LOADERS_OWN = frozenset({"step", "iteration", "iter", "iter_num", "num_samples"})
 
 
 def read_progress(objects: Mapping[str, Any], data: Mapping[str, Any]) -> tuple[RecordedProgress, tuple[Problem, ...]]:

@@ -44,6 +44,15 @@ def open_rank_set(path: Path, files: MappedFiles, saved: SavedState) -> RankSet:
     rank_files, rest = choose_rank_files(path)
     if rest:
         saved.problems.append(_left_out(path, rank_files, rest))
+    return open_rank_files(rank_files, files, saved)
+
+
+def open_rank_files(rank_files: RankFiles, files: MappedFiles, saved: SavedState) -> RankSet:
+    """Opens one set of rank files. Findings go to `saved`.
+
+    Raises:
+        CorruptCheckpoint: if no rank's file can be decoded.
+    """
     trees = _open_all(rank_files, files, saved)
     own = {rank: _recorded_rank(tree, rank, files) for rank, tree in trees.items()}
     swapped = {rank: other for rank, other in own.items() if other is not None and other != rank}

@@ -30,6 +30,8 @@ _BUFFER_NAMES = frozenset({
 })  # fmt: skip
 _PARAMETER_NAMES = frozenset({"weight", "bias", "lora_A", "lora_B", "scale"})
 _EXTRA_STATE = "_extra_state"
+_LIST_OF_AVERAGES = "shadow_params"
+_COUNT = "n_averaged"
 
 
 def is_optimizer(node: Any) -> bool:
@@ -84,6 +86,25 @@ def is_state_dict(node: Any, *, nested: bool = False) -> bool:
         for key, item in node.items()
     )
     return tensors + len(inner) > 0 and others <= tensors + len(inner)
+
+
+def is_average_list(node: Any) -> bool:
+    """Whether a value is the state of an average that keeps its tensors in a list (diffusers' EMAModel, torch_ema)."""
+    shadow = node.get(_LIST_OF_AVERAGES) if isinstance(node, dict) else None
+    return isinstance(shadow, list) and bool(shadow) and all(isinstance(item, Stored) for item in shadow)
+
+
+def split_average_list(node: Mapping[Any, Any]) -> tuple[list[Stored], dict[Any, Any]]:
+    """Returns the tensors of a list of averages, and what was saved beside it."""
+    return list(node[_LIST_OF_AVERAGES]), {key: item for key, item in node.items() if key != _LIST_OF_AVERAGES}
+
+
+def is_averaged_model(node: Any) -> bool:
+    """Whether a value is the state of `torch.optim.swa_utils.AveragedModel`: a module and a count of averages."""
+    count = node.get(_COUNT) if isinstance(node, dict) else None
+    if not isinstance(count, Stored) or count.num_elements != 1 or len(node) < 2:
+        return False
+    return all(key == _COUNT or str(key).startswith("module.") for key in node)
 
 
 def looks_random(name: str) -> bool:

@@ -28,6 +28,8 @@ _FAMILIES: tuple[tuple[str, ...], ...] = (
     ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"),
     ("q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"),
     ("query", "key", "value"),
+    ("query", "key", "value", "query_global", "key_global", "value_global"),
+    ("ln", "self", "output"),
     ("query", "key", "value", "dense", "LayerNorm"),
     ("query_key_value", "dense"),
     ("self", "output"),
@@ -63,6 +65,7 @@ _FAMILIES: tuple[tuple[str, ...], ...] = (
     ("self_attn", "multihead_attn", "linear1", "linear2", "norm1", "norm2", "norm3"),
     ("ln_1", "attn", "ln_2", "mlp"),
     ("attention", "intermediate", "output"),
+    ("attention", "ln", "intermediate", "output"),
     ("attention", "intermediate", "output", "layernorm_before", "layernorm_after"),
     ("full_layer_layer_norm", "attention", "ffn", "ffn_output"),
     ("attention", "intermediate", "output", "bottleneck", "ffn"),
@@ -91,6 +94,13 @@ _FAMILIES: tuple[tuple[str, ...], ...] = (
     ("vocab_transform", "vocab_layer_norm", "vocab_projector"),
 )  # fmt: skip
 _BY_LENGTH = sorted(_FAMILIES, key=len, reverse=True)
+
+# The same names in another order, told by the module that holds them: Albert and Electra normalise before the head's
+# projection, and the decoder that would tell it is tied and left out of the file.
+_FAMILIES_IN: dict[str, tuple[str, ...]] = {
+    "predictions": ("LayerNorm", "dense"),
+    "generator_predictions": ("LayerNorm", "dense"),
+}
 
 # Otherwise: the earliest pattern that a name matches gives its place, then a number at its end, then the alphabet.
 _STAGES: tuple[str, ...] = (
@@ -125,10 +135,11 @@ Orders = Mapping[object, tuple[str, ...]]
 
 @dataclass(slots=True)
 class _Node:
-    """A module: its own tensors, its submodules, and a signature that modules built alike share."""
+    """A module: its own tensors, its submodules, its name, and a signature that modules built alike share."""
 
     own: dict[str, Candidate]
     inner: dict[str, _Node]
+    name: str = ""
     signature: object = None
 
 
@@ -156,7 +167,7 @@ def _tree(candidates: Sequence[Candidate]) -> _Node:
         node = root
         *modules, leaf = candidate.name.split(".")
         for module in modules:
-            node = node.inner.setdefault(module, _Node({}, {}))
+            node = node.inner.setdefault(module, _Node({}, {}, module))
         node.own[leaf] = candidate
     _sign(root)
     return root
@@ -266,7 +277,7 @@ def _alternatives(state: _State) -> Iterator[_State]:
 def _enter(node: _Node, rest: _Rest, orders: Orders) -> _Rest:
     """Puts a module's own tensors, then its submodules, before the rest."""
     for own in (False, True):  # what is put there last is walked first
-        names = _usual_leaves(node) if own else _usual(list(node.inner))
+        names = _usual_leaves(node) if own else _usual(list(node.inner), node.name)
         kind = (node.signature, own)
         settled = orders.get(kind)
         if all(name.isdigit() for name in names):
@@ -295,12 +306,13 @@ def _leaf_place(leaf: str) -> tuple[int, int, int, int, str]:
     return (_LEAVES.index(leaf) if leaf in _LEAVES else -1, 0, 0, 0, leaf)
 
 
-def _usual(names: list[str]) -> tuple[str, ...]:
-    """Returns siblings in the order in which modules with such names are usually registered."""
+def _usual(names: list[str], parent: str) -> tuple[str, ...]:
+    """Returns siblings in the order in which modules with such names, in a module called so, are usually registered."""
     if all(name.isdigit() for name in names):
         return tuple(sorted(names, key=int))
     ordered = sorted(names, key=_place)
-    family = next((row for row in _BY_LENGTH if set(row) <= set(names)), None)
+    rows = (_FAMILIES_IN[parent], *_BY_LENGTH) if parent in _FAMILIES_IN else _BY_LENGTH
+    family = next((row for row in rows if set(row) <= set(names)), None)
     if family is None:
         return tuple(ordered)
     ranks = iter(family)

@@ -10,6 +10,8 @@ from typing import Any
 from samerun.core.state import RecordedProgress, Topology
 from samerun.errors import Problem
 from samerun.formats.statedict.recognise import (
+    is_average_list,
+    is_averaged_model,
     is_loader,
     is_module,
     is_optimizer,
@@ -20,6 +22,7 @@ from samerun.formats.statedict.recognise import (
     looks_like_model,
     looks_other,
     looks_random,
+    split_average_list,
 )
 from samerun.formats.statedict.stored import Stored
 from samerun.formats.torchfile.unpickle import Inert
@@ -45,10 +48,14 @@ class SavedModel:
 
 @dataclass(slots=True, eq=False)
 class SavedState:
-    """The parts of a checkpoint. Names are dotted and as saved; values may hold `Stored` tensors."""
+    """The parts of a checkpoint. Names are dotted and as saved; values may hold `Stored` tensors.
+
+    `averages` are those of a model that were saved as lists, without names.
+    """
 
     models: list[SavedModel] = field(default_factory=list[SavedModel])
     optimizers: list[tuple[str, Mapping[Any, Any]]] = field(default_factory=list[tuple[str, Mapping[Any, Any]]])
+    averages: list[tuple[str, list[Stored]]] = field(default_factory=list[tuple[str, list[Stored]]])
     schedulers: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
     rng: dict[str, Any] = field(default_factory=dict[str, Any])
     data: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -74,17 +81,21 @@ def sort_tree(tree: Any, saved: SavedState, prefix: str = "") -> None:
 def _sort(node: Any, saved: SavedState, name: str, last: str, depth: int) -> None:
     if is_optimizer(node):
         saved.optimizers.append((name, node))
+    elif is_average_list(node):
+        tensors, beside = split_average_list(node)
+        saved.averages.append((name or "average", tensors))
+        saved.objects |= {f"{name}.{key}" if name else str(key): item for key, item in beside.items()}
     elif is_scheduler(last, node):
         saved.schedulers.append((name, node))
     elif is_scaler(last, node):
         saved.objects[name] = node
-    elif name and looks_random(last):
+    elif name and looks_random(last) and not _is_seed(node):
         saved.rng[name] = node
     elif is_loader(last, node):
         saved.data[name or "dataloader"] = node
     elif is_module(node):
         saved.models.append(_module(name, node))
-    elif depth and not looks_other(last) and is_state_dict(node, nested=looks_like_model(last) or looks_averaged(last)):
+    elif depth and not looks_other(last) and is_state_dict(node, nested=_may_nest(last, node)):
         _add_model(saved, name, node)
     elif isinstance(node, dict) and depth < _DEPTH and node and not _is_table(node):
         for key, item in node.items():
@@ -94,6 +105,18 @@ def _sort(node: Any, saved: SavedState, name: str, last: str, depth: int) -> Non
             _sort(item, saved, f"{name}.{number}", last, depth + 1)
     else:
         saved.objects[name] = node
+
+
+def _is_seed(node: Any) -> bool:
+    """Whether a value that is called like a generator's is a plain one: a seed is no state."""
+    return isinstance(node, int | float | str | None)
+
+
+def _may_nest(last: str, node: Any) -> bool:
+    """Whether a state dict of this name may be of several modules. An average beside its settings is not nested."""
+    if looks_averaged(last):
+        return isinstance(node, dict) and sum(isinstance(item, Mapping) for item in node.values()) > 1
+    return looks_like_model(last)
 
 
 def _is_table(node: Any) -> bool:
@@ -109,7 +132,10 @@ def _is_part(last: str, item: Any) -> bool:
 
 def _add_model(saved: SavedState, name: str, node: Mapping[str, Any]) -> None:
     tensors = dict(_tensors(node))
-    saved.models.append(SavedModel(name, tensors, average=looks_averaged(name)))
+    averaged = is_averaged_model(node)
+    if averaged:
+        saved.objects[f"{name}.n_averaged" if name else "n_averaged"] = tensors.pop("n_averaged")
+    saved.models.append(SavedModel(name, tensors, average=averaged or looks_averaged(name)))
     for key, item in node.items():
         if not isinstance(item, Stored | Mapping) and item is not None:
             saved.objects[f"{name}.{key}" if name else key] = item

@@ -36,6 +36,8 @@ def read_torch_file(buffer: Buffer, file: Path) -> TorchFile:
         CorruptCheckpoint: if it is damaged, hostile or no such file.
         UnsupportedVersion: for the tar container that torch wrote before 0.1.10.
     """
+    if not len(buffer):
+        raise CorruptCheckpoint(_empty(file))
     if bytes(buffer[:4]) == b"PK\x03\x04":
         archive = read_archive(buffer, file)
         return TorchFile(archive, read_value(buffer, archive), "zip")
@@ -47,6 +49,15 @@ def read_torch_file(buffer: Buffer, file: Path) -> TorchFile:
     if not looks_like_torch_file(bytes(buffer[:16])):
         raise CorruptCheckpoint(_not_ours(file, "this is neither a torch.save file nor a pickle"))
     return TorchFile(Archive(file, {}, False), decode_pickle(bytes(buffer), str(file)), "pickle")
+
+
+def _empty(file: Path) -> Problem:
+    return Problem(
+        "SR-FILE-EMPTY",
+        "the file is empty: whatever wrote it failed before the first byte",
+        where={"file": str(file)},
+        hint="the save did not finish, or the disk was full; use the checkpoint before this one",
+    )
 
 
 def _not_ours(file: Path, message: str) -> Problem:

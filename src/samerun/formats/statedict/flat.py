@@ -4,7 +4,8 @@ A flat parameter is the concatenation of the parameters of one wrapped module. W
 saved, as a ShardedTensor of one dimension, and nothing says where one parameter ends and the next begins. With
 `use_orig_params=True` each parameter is saved too, as a view of this rank's part of the flat one: its place and number
 of elements are then known exactly, its shape is not. Optimizer state is by position and local in both
-(`torch/distributed/fsdp/_state_dict_utils.py`, `_flat_param.py`, 2.13).
+(`torch/distributed/fsdp/_state_dict_utils.py`, `_flat_param.py`, 2.13). Where optimizer state with names and shapes
+lies beside it, as Accelerate writes it, `unflatten` gives parameters back what they lost.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from samerun.errors import Problem, Severity
+from samerun.errors import Problem
 from samerun.formats.statedict.ranks import Plain, replicate
 from samerun.formats.statedict.recognise import is_optimizer
 from samerun.formats.statedict.stored import Stored, store_boxes
 from samerun.formats.statedict.tree import Tree
+from samerun.formats.statedict.unflatten import Known, shape_rows, split_flats
 
 _FLAT = ("_flat_param", "flat_param")
 
@@ -64,33 +66,31 @@ def _storage(part: Stored) -> tuple[object, ...] | None:
 
 def join(plain: Plain) -> Stored:
     """Returns the tensor of one dimension whose parts, in rank order, the ranks hold."""
-    first = next(iter(plain.parts.values()))
     boxes: list[tuple[tuple[int, ...], tuple[int, ...], Any]] = []
     start = 0
     for part in plain.parts.values():
         if part.num_elements and part.extents:
             boxes.append(((start,), (part.num_elements,), part.extents[0]))
         start += part.num_elements
-    return store_boxes((start,), first.dtype, boxes)
+    return store_boxes((start,), _first(plain).dtype, boxes)
 
 
-def join_padded(plain: Plain, flat: FlatParameter, ranks: list[int]) -> Stored | None:
+def join_padded(plain: Plain, flat: FlatParameter) -> Stored | None:
     """Returns an optimizer slot of a flat parameter: its parts are padded to equal length and cut back here.
 
     None if they are not of that length.
     """
-    by_start = sorted(range(len(flat.whole.tiling)), key=lambda i: int(flat.whole.tiling.offsets[i, 0]))
+    places = {extent.file: piece for piece, extent in enumerate(flat.whole.extents)}
     boxes: list[tuple[tuple[int, ...], tuple[int, ...], Any]] = []
-    for number, rank in enumerate(ranks):
-        part = plain.parts.get(rank)
-        if part is None or number >= len(by_start):
+    for part in plain.parts.values():
+        piece = places.get(part.extents[0].file) if part.extents else None
+        if piece is None:
             continue
-        start = int(flat.whole.tiling.offsets[by_start[number], 0])
-        length = int(flat.whole.tiling.sizes[by_start[number], 0])
-        if len(part.shape) != 1 or part.shape[0] < length or not part.extents:
+        start, length = int(flat.whole.tiling.offsets[piece, 0]), int(flat.whole.tiling.sizes[piece, 0])
+        if len(part.shape) != 1 or part.shape[0] < length:
             return None
         boxes.append(((start,), (length,), replace(part.extents[0], shape=(length,))))
-    return store_boxes(flat.whole.shape, next(iter(plain.parts.values())).dtype, boxes)
+    return store_boxes(flat.whole.shape, _first(plain).dtype, boxes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,33 +104,35 @@ class Local:
     problems: tuple[Problem, ...]
 
 
-def place_local(tree: Tree, plains: list[Plain], ranks: list[int]) -> Local:
+def place_local(tree: Tree, plains: list[Plain], ranks: list[int], known: Known | None = None) -> Local:
     """Puts the parts of a local state dict together. `plains` are the ordinary tensors in the merged `tree`.
 
-    A flat parameter whose parameters are saved by name too is left out of the tree.
+    A flat parameter whose parameters are saved by name too is left out of the tree, as is one that could be taken
+    apart. `known` are the shapes of parameters by name, in their order, where some other file tells them.
     """
     flats = list(find_flat(tree))
     views = views_of(plains, flats)
     state = [plain for plain in plains if "state" in plain.path and _first(plain).shape]
     if views:
-        placed = {plain.path: join(plain) for plain in (*views, *state)}
-        problem = _no_shapes(len(views), len(ranks))
-        tree = _without(tree, {flat.path for flat in flats})
+        rows, problems = shape_rows({plain.path: join(plain) for plain in views}, known or {}, len(ranks))
+        placed = {plain.path: join(plain) for plain in state} | rows
+        inside: dict[tuple[str, ...], dict[str, Stored]] = {flat.path: {} for flat in flats}
         parameters = frozenset(plain.path[-1] for plain in views)
     else:
-        placed = _place_slots(state, flats, ranks)
-        problem = _no_boundaries(flats, len(ranks))
-        parameters = frozenset(flat.path[-1] for flat in flats)
+        placed = _place_slots(state, flats)
+        inside, problems = split_flats({flat.path: flat.whole for flat in flats}, known or {}, len(ranks))
+        named = {name for parts in inside.values() for name in parts}
+        parameters = frozenset({*named, *(flat.path[-1] for flat in flats if flat.path not in inside)})
     replicas = tuple(plain for plain in plains if plain.path not in placed)
     tensors = placed | {plain.path: replicate(plain.parts) for plain in replicas}
-    return Local(tree, tensors, parameters, replicas, (problem,))
+    return Local(_replace(tree, inside), tensors, parameters, replicas, tuple(problems))
 
 
-def _place_slots(state: list[Plain], flats: list[FlatParameter], ranks: list[int]) -> dict[tuple[str, ...], Stored]:
+def _place_slots(state: list[Plain], flats: list[FlatParameter]) -> dict[tuple[str, ...], Stored]:
     placed: dict[tuple[str, ...], Stored] = {}
     for plain in state:
         flat = _flat_of(plain, flats)
-        slot = join_padded(plain, flat, ranks) if flat is not None else None
+        slot = join_padded(plain, flat) if flat is not None else None
         if slot is not None:
             placed[plain.path] = slot
     return placed
@@ -146,12 +148,18 @@ def _flat_of(plain: Plain, flats: list[FlatParameter]) -> FlatParameter | None:
     return flats[int(position)] if position.isdigit() and int(position) < len(flats) else None
 
 
-def _without(tree: Tree, paths: set[tuple[str, ...]], path: tuple[str, ...] = ()) -> Tree:
+def _replace(tree: Tree, made: Mapping[tuple[str, ...], Mapping[str, Stored]], path: tuple[str, ...] = ()) -> Tree:
+    """Returns the tree with the tensors at some paths replaced by others (none, one or several) beside them."""
     if not isinstance(tree, dict):
         return tree
-    return {
-        key: _without(item, paths, (*path, str(key))) for key, item in tree.items() if (*path, str(key)) not in paths
-    }
+    result: dict[Any, Any] = {}
+    for key, item in tree.items():
+        inside = made.get((*path, str(key)))
+        if inside is None:
+            result[key] = _replace(item, made, (*path, str(key)))
+        else:
+            result |= inside
+    return result
 
 
 def has_flat(tree: Tree) -> bool:
@@ -159,26 +167,3 @@ def has_flat(tree: Tree) -> bool:
     if not isinstance(tree, Mapping):
         return False
     return any(is_flat(str(key)) or (not is_optimizer(item) and has_flat(item)) for key, item in tree.items())
-
-
-def _no_shapes(count: int, num_ranks: int) -> Problem:
-    return Problem(
-        "SR-FSDP1-SHAPES",
-        f"a local FSDP1 state dict does not keep shapes: {count} parameters are read as rows of values, complete "
-        "and in order",
-        severity=Severity.WARNING,
-        hint=f"only FSDP1 with the same wrapping on {num_ranks} ranks loads it; resume there once and save a "
-        "sharded or full state dict",
-    )
-
-
-def _no_boundaries(flats: list[FlatParameter], num_ranks: int) -> Problem:
-    return Problem(
-        "SR-FSDP1-BOUNDARIES",
-        f"a local FSDP1 state dict does not record where parameters begin inside its {len(flats)} flat parameters: "
-        "they are read as one row of values each",
-        severity=Severity.WARNING,
-        where={"tensor": ".".join(flats[0].path)},
-        hint=f"only FSDP1 with the same wrapping on {num_ranks} ranks loads it; resume there once and save a "
-        "sharded or full state dict",
-    )
