@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from ruamel.yaml import YAML
 from samerun.core.mapparse import parse_map
 from samerun.manifest.read import parse_document
 from support.blocks import KINDS, Block, read_blocks
+from support.pages import names_for
 from support.runs import unpack_run
 
 TOP = Path(__file__).parents[2]
@@ -69,6 +69,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("block", of_kind("sh"))
 def test_commands_run(block: Block, page_folders: dict[Path, Path], environment: dict[str, str]) -> None:
+    if "needs" in block.directive:
+        pytest.importorskip(block.directive["needs"])
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.text],
         cwd=page_folders[block.file], env=environment, capture_output=True, text=True, timeout=120,
@@ -80,10 +82,8 @@ def test_commands_run(block: Block, page_folders: dict[Path, Path], environment:
 
 @pytest.fixture
 def names(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    from support.trainer import trainer_names
-
     block: Block = request.node.callspec.params["block"]
-    with trainer_names() if block.directive.get("setup") == "trainer" else nullcontext(dict[str, Any]()) as known:
+    with names_for(block.directive.get("setup")) as known:
         yield {"__name__": "__main__", **known}
 
 

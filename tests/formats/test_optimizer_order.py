@@ -159,10 +159,12 @@ TORCH_ENCODER = [
     )
 ]  # fmt: skip
 
+RECURRENT = [name for name, _ in torch.nn.LSTM(8, 8, num_layers=11, bidirectional=True, proj_size=4).named_parameters()]
+
 
 def shape_of(name: str) -> tuple[int, ...]:
     """A shape that tells as little as a real model's: square projections, equal vectors."""
-    if name.endswith("bias") or "norm" in name.lower() or "ln_" in name:
+    if name.endswith("bias") or name.startswith("bias_") or "norm" in name.lower() or "ln_" in name:
         return (8,)
     if any(word in name for word in ("embed", "wte", "head")):
         return (31, 8)
@@ -174,7 +176,9 @@ def shape_of(name: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    "names", [LLAMA, GPT2, OPT, BERT, ALBERT, TORCH_ENCODER], ids=["llama", "gpt2", "opt", "bert", "albert", "torch"]
+    "names",
+    [LLAMA, GPT2, OPT, BERT, ALBERT, TORCH_ENCODER, RECURRENT],
+    ids=["llama", "gpt2", "opt", "bert", "albert", "torch", "recurrent"],
 )
 @pytest.mark.parametrize("split", [False, True], ids=["one group", "decay and no decay"])
 def test_usual_models_are_put_in_order(names: list[str], split: bool):

@@ -547,6 +547,24 @@ def test_lightning_in_the_middle_of_an_epoch_restarts_it(tmp_path: Path):
     assert checkpoint.state.data["combined_loader"]["batches"] == 3
 
 
+def test_the_place_that_samerun_keeps_in_a_lightning_checkpoint(tmp_path: Path):
+    from samerun.train import ElasticSampler
+
+    path = copy("lightning", tmp_path) / "step3.ckpt"
+    sampler = ElasticSampler(40, global_batch=4, replicas=2, replica=0, max_microbatch=2)
+    for _ in range(3):
+        sampler.commit()
+
+    def with_position(state: Any) -> None:
+        state["callbacks"]["SamerunCallback"] = sampler.state_dict()
+
+    edit(path, with_position)
+    checkpoint = open_checkpoint(path)
+    assert "SR-PL-EPOCH" not in codes(checkpoint)
+    assert (checkpoint.state.progress.update, checkpoint.state.progress.samples) == (3, 12)
+    assert "data" in inspect_checkpoint(checkpoint).to_json()["resumable"]["have"]
+
+
 def test_lightning_with_averaged_weights_keeps_both(tmp_path: Path):
     path = copy("lightning", tmp_path) / "step3.ckpt"
     assert "SR-PL-AVERAGE" not in codes(open_checkpoint(path))

@@ -1,7 +1,8 @@
 """Code blocks of the documentation, and how each is to be tried.
 
 A comment above a block says what it needs: `<!-- block: setup=trainer exit=1 -->`, or why it is not executed:
-`<!-- block: skip="trains for minutes" -->`. It shows neither in the site nor on a repository's web page.
+`<!-- block: skip="trains for minutes" -->`, or which package it needs: `<!-- block: needs=tensorboard -->`. It shows
+neither in the site nor on a repository's web page.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _BLOCK = re.compile(
 )
 KINDS = {"sh", "python", "yaml", "text"}
 """What a block may be; `text` is what nobody types."""
-_WORDS = {"setup", "exit", "skip"}
+_WORDS = {"setup", "exit", "skip", "needs"}
 
 
 @dataclass(frozen=True)

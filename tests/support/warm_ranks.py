@@ -31,13 +31,16 @@ WARM_PATH = str(Path(__file__).parent / "warm")
 
 
 @contextlib.contextmanager
-def warm_launches() -> Iterator[None]:
-    """Serves warm ranks to every torchrun that this process or its children start while the context lasts."""
+def warm_launches(*modules: str) -> Iterator[None]:
+    """Serves warm ranks to every torchrun that this process or its children start while the context lasts.
+
+    `modules` are imported beside torch.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/ranks"
         before = {name: os.environ.get(name) for name in ("WARM_RANKS", "PYTHONPATH")}
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        server = subprocess.Popen([sys.executable, __file__, path], env=environment, stdout=subprocess.PIPE)
+        server = subprocess.Popen([sys.executable, __file__, path, *modules], env=environment, stdout=subprocess.PIPE)
         try:
             if server.stdout is None or server.stdout.readline() != b"ready\n":
                 raise RuntimeError("the server of warm ranks did not start")
@@ -56,8 +59,10 @@ def warm_launches() -> Iterator[None]:
                 server.stdout.close()
 
 
-def serve(path: str) -> None:
+def serve(path: str, *modules: str) -> None:
     """Imports what ranks need, then forks one supervisor per connection."""
+    import importlib
+
     import torch
     import torch._dynamo
     import torch.distributed.checkpoint
@@ -67,6 +72,8 @@ def serve(path: str) -> None:
 
     import samerun.train  # noqa: F401
 
+    for module in modules:
+        importlib.import_module(module)
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
@@ -167,4 +174,4 @@ def _fork_rank(client: socket.socket, asked: dict[str, Any], options: argparse.N
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])

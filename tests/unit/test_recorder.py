@@ -443,7 +443,7 @@ class TestEvaluation:
         assert line.state_unchanged == changed[0].startswith("rng.")
 
     def test_large_logits_are_thinned(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("samerun.train.recorder._LARGEST_LOGITS", 10)
+        monkeypatch.setattr("samerun.train.evaluation.LARGEST_LOGITS", 10)
         recorder = Recorder(tmp_path)
         Job(recorder)
         recorder.loaded(update=0)

@@ -22,7 +22,7 @@ EXIT_CODES: dict[str, tuple[str, ...]] = {
     "plan": ("0  planned", "1  open questions, or a finding that blocks", _USAGE),
     "run": ("0  promote", "1  reject", _USAGE, _AGAIN, "4  abstain"),
     "judge": ("0  promote", "1  reject", _USAGE, "4  abstain: evidence is missing"),
-    "report": ("0  the page was written", _USAGE),
+    "report": ("0  the page, or the curves, were written", _USAGE),
     "trace": ("0  the trace is sound", "1  it is not", _USAGE),
     "audit": ("0  every sample once", "1  replayed, omitted or given out twice", _USAGE),
     "calibrate": ("0  the controls were measured", "1  they cannot judge anything", _USAGE, _AGAIN),

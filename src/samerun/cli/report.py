@@ -13,7 +13,13 @@ import click
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Where to write it; report.html in RUNDIR by default."
 )
-def command(rundir: Path, output: Path | None) -> None:
+@click.option(
+    "--tensorboard",
+    "events",
+    type=click.Path(path_type=Path),
+    help="Write the curves of controls and candidates there instead, for `tensorboard --logdir`.",
+)
+def command(rundir: Path, output: Path | None, events: Path | None) -> None:
     """Write what RUNDIR holds as one HTML page that opens from disk.
 
     Verdict and reasons first, then the declared transition, state coverage,
@@ -25,13 +31,22 @@ def command(rundir: Path, output: Path | None) -> None:
     \b
     samerun report move/
     samerun report move/ -o move.html
+    samerun report move/ --tensorboard curves
     """
     from samerun.report.html import render_html
     from samerun.report.model import read_run
     from samerun.stores.local import write_atomic
 
-    target = output or rundir / "report.html"
+    if output is not None and events is not None:
+        raise click.UsageError("-o names the page, --tensorboard the curves: one at a time")
     model = read_run(rundir)
+    if events is not None:
+        from samerun.report.tensorboard import curves_of, write_events
+
+        for folder in write_events(curves_of(model), events, began=rundir.stat().st_mtime):
+            click.echo(folder)
+        return
+    target = output or rundir / "report.html"
     write_atomic(target, render_html(model, base=link_base(rundir, target)))
     click.echo(target)
 

@@ -22,7 +22,13 @@ _SHOWN = 10  # updates shown at each end of a long trace
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option("--all", "show_all", is_flag=True, help="Show every update, not only the first and last ten.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(trace: Path, show_all: bool, as_json: bool) -> None:
+@click.option(
+    "--tensorboard",
+    "events",
+    type=click.Path(path_type=Path),
+    help="Also write its curves there, for `tensorboard --logdir`.",
+)
+def command(trace: Path, show_all: bool, as_json: bool, events: Path | None) -> None:
     """Check the trace in the directory TRACE and summarise it, update by update.
 
     Says which ranks wrote it, on which layout and with which batch, whether the ranks tell one story, and every loss,
@@ -31,11 +37,17 @@ def command(trace: Path, show_all: bool, as_json: bool) -> None:
     \b
     samerun trace run/stages/06-window/trace
     samerun trace ledger --json
+    samerun trace ledger --tensorboard curves
     """
     from samerun.trace import check_trace, read_trace
 
     found = read_trace(trace)
     problems = check_trace(found)
+    if events is not None:
+        from samerun.report.tensorboard import write_events
+        from samerun.verify.observed import observe
+
+        write_events({trace.resolve().name: observe(found).updates}, events, began=trace.stat().st_mtime)
     if as_json:
         emit_json("trace", {**_summary(found), "problems": [problem.to_json() for problem in problems]})
     else:

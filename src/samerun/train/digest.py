@@ -22,7 +22,8 @@ from samerun.core.digest import (
     whole_digest,
 )
 from samerun.core.dtype import DType, parse_dtype
-from samerun.train.shards import LocalShard, local_shard
+from samerun.train.flatpart import FlatPart
+from samerun.train.shards import LocalShard, Shard, local_shard
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +34,12 @@ _DEVICE_CHUNK_ELEMENTS = 1 << 24
 _COMPILED_FROM_ELEMENTS = 1 << 22
 
 
-def dtype_of(tensor: torch.Tensor) -> DType:
+def dtype_of(tensor: torch.Tensor | FlatPart) -> DType:
     """Returns the element type of `tensor`. Raises ValueError for one that samerun does not know."""
     return parse_dtype(str(tensor.dtype))
 
 
-def digest_shard(key: str, shard: LocalShard) -> int:
+def digest_shard(key: str, shard: Shard) -> int:
     """Returns the digest of the part of a tensor that this rank holds. Local: no communication.
 
     The digests of all ranks that together hold one replica add up (modulo 2**64) to the tensor's digest.
@@ -62,13 +63,15 @@ def state_fingerprint(model: nn.Module | Sequence[nn.Module], optimizer: object 
     Local and cheap: no communication, and only good for comparing this rank with itself, before and after something
     that must not change the state. Buffers that are not saved are included: an evaluation may not move them either.
     """
+    from samerun.train.agree import world
     from samerun.train.named import named_buffers, named_optimizer_tensors, named_parameters
 
     tensors = {f"param:{name}": tensor for name, tensor in named_parameters(model).items()}
     tensors |= {f"buffer:{name}": tensor for name, tensor in named_buffers(model, persistent_only=False).items()}
     if optimizer is not None:
         tensors |= named_optimizer_tensors(model, optimizer)
-    shards = {key: local_shard(tensor) for key, tensor in tensors.items()}
+    rank, _ = world()
+    shards = {key: local_shard(tensor, rank=rank) for key, tensor in tensors.items()}
     return {key: to_hex(digest_shard(key, shard)) for key, shard in shards.items() if shard is not None}
 
 

@@ -15,8 +15,9 @@ from samerun.errors import Problem, SamerunError, VerificationError
 from samerun.train.agree import add_over_ranks, distinct, world
 from samerun.train.digest import digest_shard, dtype_of
 from samerun.train.facts import Replica, TensorFact
-from samerun.train.named import COUNTER_SLOTS, optimizer_slots, own_buffers, own_parameters
-from samerun.train.shards import LocalShard, local_shard
+from samerun.train.flatpart import FlatPart
+from samerun.train.named import COUNTER_SLOTS, optimizer_masters, optimizer_slots, own_buffers, own_parameters
+from samerun.train.shards import Shard, local_shard, whole_shape
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,7 @@ _BITS = 62  # presence bits per int64 word: sums of distinct bits stay positive
 class Held:
     key: str
     dtype: str
-    shard: LocalShard | None  # None: this rank is not part of the tensor's mesh
+    shard: Shard | None  # None: this rank is not part of the tensor's mesh
     shape: tuple[int, ...]
     trainable: bool | None = None
     aliases: tuple[str, ...] = ()
@@ -54,13 +55,15 @@ def read_local(model: Any, optimizer: Any) -> Local:
     problems: list[Problem] = []
     rank, _ = world()
 
-    def hold(key: str, tensor: torch.Tensor, trainable: bool | None = None, aliases: tuple[str, ...] = ()) -> None:
+    def hold(
+        key: str, tensor: torch.Tensor | FlatPart, trainable: bool | None = None, aliases: tuple[str, ...] = ()
+    ) -> None:
         try:
             shard = local_shard(tensor, rank=rank)
         except SamerunError as error:
             problems.extend(error.problems)
             return
-        held.append(Held(key, dtype_of(tensor).name, shard, tuple(tensor.shape), trainable, aliases))
+        held.append(Held(key, dtype_of(tensor).name, shard, whole_shape(tensor), trainable, aliases))
 
     try:
         parameters, buffers = own_parameters(model), own_buffers(model)
@@ -73,13 +76,15 @@ def read_local(model: Any, optimizer: Any) -> Local:
     for name, slot, value in optimizer_slots(model, optimizer) if optimizer is not None else ():
         if (tensor := _as_tensor(value)) is not None:
             hold(f"optim.{slot}:{name}", tensor)
+    for name, master in optimizer_masters(model, optimizer) if optimizer is not None else ():
+        hold(f"master:{name}", master)
     return Local(tuple(held), tuple(problems))
 
 
-def _as_tensor(value: Any) -> torch.Tensor | None:
+def _as_tensor(value: Any) -> torch.Tensor | FlatPart | None:
     import torch
 
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor | FlatPart):
         return value
     if isinstance(value, bool):
         return torch.tensor(value)
@@ -160,7 +165,7 @@ def _replica_leads(local: Local, keys: list[str]) -> dict[str, list[int]]:
     }
 
 
-def _measure_shard(key: str, shard: LocalShard, rank: int) -> list[int]:
+def _measure_shard(key: str, shard: Shard, rank: int) -> list[int]:
     import torch
 
     local = shard.local

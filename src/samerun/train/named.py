@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from samerun.core.state import normalize_fqn
 from samerun.errors import Problem, UsageError
+from samerun.train.flatpart import FlatPart
 
 if TYPE_CHECKING:
     import torch
@@ -131,14 +132,17 @@ def parameter_names(model: nn.Module | Sequence[nn.Module]) -> dict[int, str]:
     }
 
 
-def named_optimizer_tensors(model: nn.Module | Sequence[nn.Module], optimizer: Any) -> dict[str, torch.Tensor]:
-    """Returns every tensor of the optimizer's state by key, `optim.<slot>:<fqn>`, step counters included."""
+def named_optimizer_tensors(
+    model: nn.Module | Sequence[nn.Module], optimizer: Any
+) -> dict[str, torch.Tensor | FlatPart]:
+    """Returns every tensor of the optimizer's state by key, step counters included, and masters where it has them."""
     import torch
 
-    return {
+    masters = {f"master:{name}": value for name, value in optimizer_masters(model, optimizer)}
+    return masters | {
         f"optim.{slot}:{name}": value
         for name, slot, value in optimizer_slots(model, optimizer)
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, torch.Tensor | FlatPart)
     }
 
 
@@ -154,6 +158,17 @@ def optimizer_slots(model: nn.Module | Sequence[nn.Module], optimizer: Any) -> I
             if name is not None and isinstance(state, Mapping):
                 for slot, value in _flatten("", cast("Mapping[Any, Any]", state)):
                     yield name, slot, value
+
+
+def optimizer_masters(
+    model: nn.Module | Sequence[nn.Module], optimizer: Any
+) -> Iterator[tuple[str, torch.Tensor | FlatPart]]:
+    """Yields (parameter name, master) of an optimizer that steps wider copies, and shows them as `masters`."""
+    names = parameter_names(model)
+    for part in as_list(optimizer):
+        for parameter, master in getattr(part, "masters", {}).items():
+            if (name := names.get(id(parameter))) is not None:
+                yield name, master
 
 
 def _flatten(prefix: str, state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:

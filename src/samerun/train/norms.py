@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from samerun.train.agree import collective_device, distinct, world
+from samerun.train.flatpart import is_partitioned, partitioned_part
 from samerun.train.named import named_parameters
 from samerun.train.shards import local_shard
 
@@ -37,6 +38,7 @@ class ParameterNorms:
         self.trainable = trainable
         self._mine = dict(mine)
         self._counted = counted
+        self._rank, _ = world()
         self._index = {name: index for index, name in enumerate(names)}
 
     @classmethod
@@ -73,7 +75,7 @@ class ParameterNorms:
     def squared_gradient(self) -> torch.Tensor:
         """Returns, for every parameter, this rank's part of the squared L2 norm of its gradient, as above. Local."""
         gradients = {name: p.grad for name, p in self._mine.items() if p.grad is not None and name in self._counted}
-        parts = ((name, local_part(gradient)) for name, gradient in gradients.items())
+        parts = ((name, local_part(gradient, self._rank)) for name, gradient in gradients.items())
         return self._squares(parts)
 
     def norms(self, squares: Sequence[float], names: Iterable[str]) -> dict[str, float]:
@@ -88,7 +90,7 @@ class ParameterNorms:
         return tuple(trained[round(i * (len(trained) - 1) / (count - 1))] for i in range(count))
 
     def _locals(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        return {name: local_part(self._mine[name]) for name in names if name in self._counted}
+        return {name: local_part(self._mine[name], self._rank) for name in names if name in self._counted}
 
     def _squares(self, parts: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
         import torch
@@ -100,8 +102,10 @@ class ParameterNorms:
         return squares
 
 
-def local_part(tensor: Any) -> torch.Tensor:
+def local_part(tensor: Any, rank: int = 0) -> torch.Tensor:
     """Returns what this rank holds of a tensor, without its graph."""
+    if is_partitioned(tensor):
+        return partitioned_part(tensor, rank).local
     detached = tensor.detach()
     return detached.to_local() if hasattr(detached, "to_local") else detached
 

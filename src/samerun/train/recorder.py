@@ -12,40 +12,52 @@
             save(...)
     recorder.close()
 
+A loop that says of each pass what it worked on needs no `record`: the optimizer's own step makes the update.
+
+    loss = loss_of(model, batch)
+    recorder.samples(batch.ids, loss=loss)                 # every pass, before the step
+    ...
+    optimizer.step()                                       # recorded here
+
 Every method is called by every rank, in the same order; all but `boundary` may communicate.
 """
 
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from samerun.core.idset import ids_digest
 from samerun.core.mesh import Layout
 from samerun.errors import Problem, UsageError
-from samerun.trace import SCHEMA, TraceWriter
+from samerun.trace import TraceWriter
 from samerun.train.launch import Launch, read_launch
-from samerun.train.values import array, number, numbers
+from samerun.train.lines import header_line, misuse, read_layout, update_line
+from samerun.train.passes import Passes
+from samerun.train.values import number
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from samerun.train.norms import ParameterNorms
     from samerun.train.rank_rng import RankRandomness
     from samerun.train.steps import StepFacts, StepWatch
 
 Norms = Literal["every", "after-save", "never"]
-_LARGEST_LOGITS = 1 << 22  # elements kept of an evaluation's logits
 
 # Recorded models stay alive until the interpreter ends. When the last reference to a DDP model goes, torch 2.13 joins
 # gloo's threads with the GIL held; a thread that is still finishing the last collective needs the GIL, and the job
 # hangs at its very end.
 _kept_alive: list[Any] = []
+
+
+class StageDone(SystemExit):
+    """Ends a job that samerun launched, with status 0, where its loop would go on after the stage's last update."""
 
 
 class Recorder:
@@ -93,6 +105,8 @@ class Recorder:
         self._update: int | None = None
         self._rank_rng: RankRandomness | None = None
         self._num_updates = self._num_evals = 0
+        self._passes = Passes()
+        self._by_steps = False
         self._loaded = self._closed = self._end_captured = False
         if _launch is not None:
             from samerun.train.guard import SaveGuard
@@ -147,10 +161,10 @@ class Recorder:
         self,
         model: nn.Module | Sequence[nn.Module],
         optimizer: Any,
-        *,
         scheduler: Any = None,
-        sampler: Any = None,
         scaler: Any = None,
+        *,
+        sampler: Any = None,
         layout: Layout | Mapping[str, int] | str | None = None,
         batch: Mapping[str, Any] | None = None,
         config: Any = None,
@@ -162,8 +176,8 @@ class Recorder:
             model: the model as it trains (wrapped, sharded), or this rank's pipeline stages.
             optimizer: one or several torch optimizers.
             scheduler: learning-rate scheduler, if any.
-            sampler: `ElasticSampler`, or any sampler with a `state_dict`; None if sample ids are passed by hand.
             scaler: gradient scaler, if any.
+            sampler: `ElasticSampler`, or any sampler with a `state_dict`; None if sample ids are passed by hand.
             layout: what the script believes its layout to be. The header also says what the tensors show.
             batch: how the global batch is dealt, if the sampler is not an `ElasticSampler`: `global_batch`,
                 `max_microbatch`, `passes`, `replicas`, `microbatches` (by pass, then replica).
@@ -174,18 +188,20 @@ class Recorder:
         if self._directory is None:
             return
         if self._writer is not None:
-            raise _misuse("attach was called twice", "attach once per job, after model and optimizer are built")
+            raise misuse("attach was called twice", "attach once per job, after model and optimizer are built")
         from samerun.train.agree import world
 
-        declared = _read_layout(layout)
+        declared = read_layout(layout)
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._sampler, self._scaler, self._config = sampler, scaler, config
         self._objects = {"sampler": sampler, "scaler": scaler} | dict(objects or {})
         self._objects = {name: value for name, value in self._objects.items() if value is not None}
-        self._rank, self._world_size = world()
+        place = self._rank, _ = world()
         self._writer = TraceWriter(self._directory, self._rank)
         self._began = time.monotonic()
-        self._writer.write("header", self._header(declared, batch))
+        header = header_line(model, stage=self.stage, place=place, declared=declared, batch=batch, sampler=sampler)
+        self._layout = Layout.from_dict(header["layout"])
+        self._writer.write("header", header)
         self._watch = self._start_watch()
         atexit.register(self._close_at_exit)
         _kept_alive.append(model)
@@ -201,12 +217,11 @@ class Recorder:
             return
         self._require_attached("loaded")
         if self._num_updates:
-            raise _misuse("loaded was called after updates had been recorded", "load before the training loop")
+            raise misuse("loaded was called after updates had been recorded", "load before the training loop")
         self._update, self._loaded, self._rank_rng = update, True, rank_rng
         self._capture("loaded")
-        if self._watch is not None:
-            self._watch.close()
-        self._watch = self._start_watch()  # loading may have replaced parameters and made an empty optimizer step
+        if self._watch is not None:  # loading may have replaced parameters and made an empty optimizer step
+            self._watch.restart(self._norms_of_model())
 
     def evaluate(self, function: Callable[[], Mapping[str, Any]]) -> None:
         """Evaluates fixed examples and proves that this changed nothing. Call it right after `loaded`.
@@ -218,30 +233,69 @@ class Recorder:
         if self._directory is None or (self._launch is not None and not self._launch.evaluates):
             return
         writer = self._require_attached("evaluate")
-        from samerun.train.activations import watch_modules
-        from samerun.train.purity import evaluating, fingerprint
+        from samerun.train.evaluation import evaluate_fixed
 
-        state = {**self._objects, "scheduler": self._scheduler}
-        before = fingerprint(self._model, self._optimizer, state)
-        with evaluating(self._model), watch_modules(self._model) as outputs:
-            result = function()
-        after = fingerprint(self._model, self._optimizer, state)
-        losses = numbers(result["losses"])
-        tensors, rng = before.changed_tensors(after), before.changed_rng(after)
-        writer.write(
-            "eval",
-            {
-                "update": self._update or 0,
-                "num_examples": len(losses),
-                "losses": losses,
-                "logits": self._keep_logits(result.get("logits")),
-                "state_unchanged": not tensors,
-                "rng_unchanged": not rng,
-                "changed": [*tensors, *rng],
-                "modules": outputs.rows() if self._rank == 0 else None,
-            },
+        body = evaluate_fixed(
+            self._model,
+            self._optimizer,
+            {**self._objects, "scheduler": self._scheduler},
+            function,
+            folder=self._directory if self._rank == 0 else None,
+            number=self._num_evals,
         )
+        writer.write("eval", {"update": self._update or 0, **body})
         self._num_evals += 1
+
+    def samples(
+        self,
+        ids: Sequence[int | str] | None = None,
+        *,
+        loss: Any = None,
+        tokens: int | None = None,
+        weight: float | None = None,
+    ) -> None:
+        """Says what a pass worked on, after its forward and before the step. The update is recorded by the step itself.
+
+        For loops that do not call `record`. An update is one step of every attached optimizer; one that a gradient
+        scaler skips is recorded as skipped when the next pass (or `close`) finds the loss scale lower. In a job that
+        samerun launched, the pass after the last update that the stage wants ends the job (`StageDone`, status 0),
+        unless the loop leaves by itself where `finished` is true.
+
+        Args:
+            ids: what *this* rank's loader gave out for the pass, in order. May be left out in every pass where `attach`
+                was given an `ElasticSampler`, whose current update then tells.
+            loss: the pass's mean loss on this rank; None on ranks that do not know it (a pipeline's first stages). The
+                update's loss is the mean over ranks and passes.
+            tokens: valid tokens of the pass on this rank.
+            weight: what the pass weighs in that mean: its tokens, where the gradient is a mean over tokens; by default
+                the number of ids, or 1 where they are left out.
+        """
+        if self._directory is None:
+            return
+        self._require_loaded("samples")
+        if ids is None and not hasattr(self._sampler, "update_ids"):
+            raise misuse("samples was given no ids", "pass them, or give attach the ElasticSampler that deals them")
+        if self._num_updates and not self._by_steps:
+            raise misuse("samples was called after record", "use one of them: record, or samples and the step's hook")
+        self._by_steps = True
+        self._note_skipped()
+        if self.finished:
+            self.close()
+            raise StageDone(0)
+        self._passes.note(ids, loss, tokens, weight)
+
+    def grad_norm(self, norm: Any = None) -> None:
+        """Says the L2 norm of the update's whole gradient before clipping, between the last backward and the step.
+
+        For loops that call `samples` and clip. Without it, the norm of the gradient that the step used is measured.
+
+        Args:
+            norm: what the clipping function returned; None measures the gradients that the parameters have now, in the
+                updates in which norms are measured.
+        """
+        if self._directory is None:
+            return
+        self._require_loaded("grad_norm").note_gradient(None if norm is None else number(norm))
 
     def record(
         self,
@@ -267,46 +321,57 @@ class Recorder:
         """
         if self._directory is None:
             return
-        writer = self._require_attached("record")
-        if self._watch is None or not self._loaded:
-            raise _misuse("record was called before loaded", "call recorder.loaded(update=...) once; 0 for a new run")
+        self._require_loaded("record")
+        if self._by_steps:
+            raise misuse("record was called after samples", "use one of them: record, or samples and the step's hook")
         if self._update is not None and update <= self._update:
-            raise _misuse(
+            raise misuse(
                 f"update {update} was recorded after update {self._update}",
                 "record once per completed update; the first one after a resume at 12 is 13",
                 update=update,
             )
         if sample_ids is None:
-            raise _misuse(
+            raise misuse(
                 "record was given no sample ids",
                 "pass sample_ids=: the ids that this rank's loader gave out for this update ([] if none)",
                 update=update,
             )
+        self._write_update(update, loss, grad_norm, sample_ids, samples, tokens)
+
+    def _write_update(
+        self, update: int, loss: Any, grad_norm: Any, ids: Sequence[int | str], samples: int | None, tokens: int | None
+    ) -> None:
+        if self._watch is None or self._writer is None:
+            return
         facts = self._watch.take()
-        loss_value = number(loss)
-        norm = facts.grad_norm if grad_norm is None else number(grad_norm)
-        ids = [item if isinstance(item, str) else int(item) for item in sample_ids]
-        body = {
-            "update": int(update),
-            "loss": loss_value,
-            "grad_norm": norm,
-            "update_norm": facts.update_norm,
-            "lr": list(facts.lr),
-            "loss_scale": facts.loss_scale,
-            "skipped": facts.steps == 0,
-            "samples": len(ids) if samples is None else int(samples),
-            "tokens": None if tokens is None else int(tokens),
-            "sample_ids": ids if self._keep_ids else [],
-            "ids_digest": ids_digest(ids),
-            "finite": all(value is None or math.isfinite(value) for value in (loss_value, norm, facts.update_norm)),
-            "deltas": facts.deltas,
-            "steps": facts.steps,
-            "seconds": round(time.monotonic() - self._began, 4),
-        }
-        if facts.moved is not None and self._rank == 0:
-            body |= {"moved": facts.moved, "gradients": facts.gradients}
-        writer.write("update", body)
+        body = update_line(
+            update,
+            facts if self._rank == 0 else replace(facts, moved=None),
+            loss=loss,
+            grad_norm=grad_norm,
+            sample_ids=ids,
+            samples=samples,
+            tokens=tokens,
+            keep_ids=self._keep_ids,
+            seconds=time.monotonic() - self._began,
+        )
+        self._writer.write("update", body)
         self._count(int(update), facts)
+
+    def _step_ended(self) -> None:
+        """Called by the watch, inside the step: every optimizer has stepped."""
+        if self._by_steps and not self._closed and self._passes.count:
+            self._write_noted()
+
+    def _note_skipped(self) -> None:
+        """Records an update that the scaler skipped: its passes are noted, and no step came."""
+        if self._passes.count and self._watch is not None and self._watch.scale_fell:
+            self._write_noted()
+
+    def _write_noted(self) -> None:
+        noted = self._passes.take()
+        ids = noted.ids or (self._sampler.update_ids() if hasattr(self._sampler, "update_ids") else ())
+        self._write_update((self._update or 0) + 1, noted.loss, None, ids, None, noted.tokens)
 
     def boundary(self, what: str, update: int) -> None:
         """Says that the job logged ("log"), evaluated ("eval"), saved ("save") or the like after `update`."""
@@ -320,39 +385,21 @@ class Recorder:
         """Ends the trace. Call it before the process group is destroyed; done at exit if forgotten."""
         if self._writer is None or self._closed:
             return
+        self._note_skipped()
         self._capture_end()
         self._close("finished" if self.finished else "closed")
 
-    def _header(self, declared: Layout | None, batch: Mapping[str, Any] | None) -> dict[str, Any]:
-        from samerun.train.environment import (
-            dealt_batch,
-            environment,
-            observed_coordinate,
-            observed_layout,
-            versions,
-        )
-
-        layout = observed_layout(self._model, declared)
-        self._layout = Layout.from_dict(layout)
-        return {
-            "schema": SCHEMA,
-            "stage": self.stage,
-            "rank": self._rank,
-            "world_size": self._world_size,
-            "coordinate": observed_coordinate(self._model, layout),
-            "layout": layout,
-            "declared_layout": declared.to_dict(short=True) if declared else None,
-            "batch": dict(batch) if batch is not None else dealt_batch(self._sampler),
-            "versions": versions(),
-            "environment": environment(self._model),
-        }
-
     def _start_watch(self) -> StepWatch:
         from samerun.train.named import as_list
-        from samerun.train.norms import ParameterNorms
         from samerun.train.steps import StepWatch
 
-        return StepWatch(as_list(self._optimizer), self._scaler, ParameterNorms.of(self._model), self._measures)
+        norms = self._norms_of_model()
+        return StepWatch(as_list(self._optimizer), self._scaler, norms, self._measures, self._step_ended)
+
+    def _norms_of_model(self) -> ParameterNorms:
+        from samerun.train.norms import ParameterNorms
+
+        return ParameterNorms.of(self._model)
 
     def _measures(self) -> bool:
         return self._norms == "every" or (self._norms == "after-save" and self._measure_left > 0)
@@ -387,27 +434,19 @@ class Recorder:
             self._end_captured = True
             self._capture("end")
 
-    def _keep_logits(self, logits: Any) -> dict[str, Any] | None:
-        if logits is None or self._directory is None:
-            return None
-        import numpy as np
-
-        values = array(logits)
-        if self._rank != 0:
-            return None
-        stride = max(1, -(-values.size // _LARGEST_LOGITS))
-        kept = np.ascontiguousarray(values.reshape(-1)[::stride]) if stride > 1 else values
-        name = f"eval-{self._num_evals:03d}-logits.npy"
-        np.save(self._directory / name, kept)
-        return {"file": name, "shape": list(values.shape), "stored_elements": int(kept.size), "stride": stride}
-
     def _require_attached(self, method: str) -> TraceWriter:
         if self._writer is None or self._closed:
             what = "after close" if self._closed else "before attach"
-            raise _misuse(
+            raise misuse(
                 f"{method} was called {what}", "attach once, when model and optimizer are built; close at the end"
             )
         return self._writer
+
+    def _require_loaded(self, method: str) -> StepWatch:
+        self._require_attached(method)
+        if self._watch is None or not self._loaded:
+            raise misuse(f"{method} was called before loaded", "call recorder.loaded(update=...) once; 0 for a new run")
+        return self._watch
 
     def _close_at_exit(self) -> None:
         if not self._closed and self._writer is not None:
@@ -422,23 +461,3 @@ class Recorder:
             self._watch.close()
         self._closed = True
         atexit.unregister(self._close_at_exit)
-
-
-def _misuse(message: str, hint: str, **where: Any) -> UsageError:
-    return UsageError(Problem("SR-REC-USE", message, where=where, hint=hint))
-
-
-def _read_layout(layout: Layout | Mapping[str, int] | str | None) -> Layout | None:
-    if layout is None or isinstance(layout, Layout):
-        return layout
-    try:
-        return Layout.parse(layout) if isinstance(layout, str) else Layout.from_dict(layout)
-    except ValueError as error:
-        raise UsageError(
-            Problem(
-                "SR-REC-USE",
-                f"attach was given an unusable layout: {error}",
-                hint="name ranks along each axis, such as tp=2,dp_shard=4",
-                found=repr(layout),
-            )
-        ) from None

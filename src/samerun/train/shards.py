@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from samerun.errors import Problem, UsageError
+from samerun.train.flatpart import FlatPart, is_partitioned, partitioned_part
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +79,9 @@ class LocalShard:
                 yield tuple(start for start, _, _ in choice), part
 
 
+Shard = LocalShard | FlatPart
+
+
 def _with_local_start(intervals: Intervals) -> list[tuple[int, int, int]]:
     rows: list[tuple[int, int, int]] = []
     local_start = 0
@@ -87,7 +91,13 @@ def _with_local_start(intervals: Intervals) -> list[tuple[int, int, int]]:
     return rows
 
 
-def local_shard(tensor: torch.Tensor, *, rank: int = 0) -> LocalShard | None:
+def whole_shape(tensor: torch.Tensor | FlatPart) -> tuple[int, ...]:
+    """Returns a tensor's global shape, also of a parameter that ZeRO 3 has partitioned."""
+    held: Any = tensor
+    return tuple(held.ds_shape if is_partitioned(tensor) else held.shape)
+
+
+def local_shard(tensor: torch.Tensor | FlatPart, *, rank: int = 0) -> Shard | None:
     """Returns the part of `tensor` on this rank; None for a DTensor whose mesh this rank is not part of.
 
     Local: no communication. `rank` is this process's global rank.
@@ -96,6 +106,10 @@ def local_shard(tensor: torch.Tensor, *, rank: int = 0) -> LocalShard | None:
         UsageError: for a DTensor whose placement is pending reduction or unknown, or whose local shape is not what
             its placements imply.
     """
+    if isinstance(tensor, FlatPart):
+        return tensor
+    if is_partitioned(tensor):
+        return partitioned_part(tensor, rank)
     if not hasattr(tensor, "device_mesh") or not hasattr(tensor, "placements"):
         return LocalShard.whole(tensor, rank=rank)
     sharded: Any = tensor

@@ -14,7 +14,7 @@ from samerun.train.agree import world
 from samerun.train.capture import capture_state
 from samerun.train.digest import digest_shard
 from samerun.train.measure import Local, read_local
-from samerun.train.shards import LocalShard
+from samerun.train.shards import LocalShard, Shard
 from samerun.verify.sidecar import SCHEMA, sidecar_path
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _digest_boxes(local: Local) -> Pieces:
     return found
 
 
-def _digest_box(key: str, part: Any, offsets: tuple[int, ...], shard: LocalShard) -> str:
+def _digest_box(key: str, part: Any, offsets: tuple[int, ...], shard: Shard) -> str:
     intervals = tuple(((start, start + size),) for start, size in zip(offsets, part.shape, strict=True))
     return to_hex(digest_shard(key, LocalShard(shard.shape, part, intervals, shard.lead)))
 

@@ -20,7 +20,7 @@ class StepFacts:
 
     `lr` is what the step used, per group. `steps` counts optimizer steps since the last update: 0 if a loss scaler
     skipped it. `grad_norm` is that of the gradients which the step used, after any clipping; `gradients` are its parts
-    by parameter, in the first measured update.
+    by parameter, in the first measured update, or None where an optimizer keeps the gradients itself.
     """
 
     lr: tuple[float, ...]
@@ -34,15 +34,29 @@ class StepFacts:
 
 
 class StepWatch:
-    """Watches the steps of one or several optimizers. `detail` says, before each step, whether to measure norms."""
+    """Watches the steps of one or several optimizers.
 
-    def __init__(self, optimizers: list[Any], scaler: Any, norms: ParameterNorms, detail: Callable[[], bool]) -> None:
+    Args:
+        optimizers: torch optimizers.
+        scaler: gradient scaler, if any.
+        norms: the parameters.
+        detail: says, before each step, whether to measure norms.
+        ends: called after the step that ends an update: every optimizer has then stepped.
+    """
+
+    def __init__(
+        self,
+        optimizers: list[Any],
+        scaler: Any,
+        norms: ParameterNorms,
+        detail: Callable[[], bool],
+        ends: Callable[[], None],
+    ) -> None:
         self._optimizers = optimizers
         self._scaler = scaler
-        self._norms = norms
         self._detail = detail
-        self._watched = norms.watched()
-        self._all_next = True
+        self._ends = ends
+        self.restart(norms)
         self._handles = [
             handle
             for optimizer in optimizers
@@ -51,34 +65,72 @@ class StepWatch:
                 optimizer.register_step_post_hook(self._after_step),
             )
         ]
+
+    def restart(self, norms: ParameterNorms) -> None:
+        """Watches these parameters from now on, and forgets steps made before, such as an empty one before loading."""
+        self._norms = norms
+        self._watched = norms.watched()
+        self._all_next = True
         self.reset()
 
     def reset(self) -> None:
-        """Forgets steps made since the last update, such as the empty one that allocates state before loading."""
+        """Forgets steps made since the last update."""
         self._steps = 0
         self._before: dict[str, torch.Tensor] | None = None
         self._gradient: torch.Tensor | None = None
+        self._told_norm: float | None = None
         # What a step made now would use. The scheduler and the scaler may have moved on when the update is recorded.
         self._lr = tuple(learning_rates(self._optimizers))
         self._loss_scale = None if self._scaler is None else float(self._scaler.get_scale())
+
+    @property
+    def scale_fell(self) -> bool:
+        """Whether the loss scale was reduced without a step: the scaler met infinities and skipped the update."""
+        return self._loss_scale is not None and not self._steps and float(self._scaler.get_scale()) < self._loss_scale
 
     def close(self) -> None:
         """Takes the hooks off."""
         for handle in self._handles:
             handle.remove()
 
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
+    def note_gradient(self, norm: float | None) -> None:
+        """Takes the norm of the update's gradient as told, or, for None, as it is now where norms are measured."""
         import torch
 
+        self._told_norm = norm
+        if norm is None and self._detail():
+            with torch.no_grad():
+                self._gradient = self._norms.squared_gradient()
+
+    def _before_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        import torch
+
+        computes = len(arguments) > 1 or named.get("closure") is not None  # the gradient, within the step
         self._lr = tuple(learning_rates(self._optimizers))
         if self._before is None and self._detail():
             names = self._norms.names if self._all_next else self._norms.trainable
             with torch.no_grad():
                 self._before = self._norms.copy(names)
-                self._gradient = self._norms.squared_gradient()
+                if self._gradient is None and not computes:
+                    self._gradient = self._norms.squared_gradient()
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
+        import torch
+
         self._steps += 1
+        if self._before is not None and self._gradient is None:
+            with torch.no_grad():
+                self._gradient = self._norms.squared_gradient()
+        if self._steps == len(self._optimizers):
+            self._ends()
+
+    def _gradient_norm(self, squared: float) -> float | None:
+        """Returns the norm that was told, that which an optimizer tells, or that of the parameters' gradients."""
+        told = [] if self._told_norm is None else [self._told_norm]
+        told += [
+            optimizer.global_grad_norm() for optimizer in self._optimizers if hasattr(optimizer, "global_grad_norm")
+        ]
+        return told[0] if told else math.sqrt(squared)
 
     def take(self) -> StepFacts:
         """Returns what happened since the last call. Collective whenever norms were measured."""
@@ -92,12 +144,15 @@ class StepWatch:
                 changes = self._norms.squared_change(self._before)
             both = add_over_ranks(torch.cat([changes, self._gradient]))
             squares, gradient = both[: len(changes)], both[len(changes) :]
-            grad_norm, update_norm = math.sqrt(math.fsum(gradient)), math.sqrt(math.fsum(squares))
+            grad_norm, update_norm = self._gradient_norm(math.fsum(gradient)), math.sqrt(math.fsum(squares))
             deltas = self._norms.norms(squares, self._watched)
             if self._all_next:
                 moved = self._norms.norms(squares, self._norms.names)
-                gradients = self._norms.norms(gradient, self._norms.trainable)
+                if not any(hasattr(optimizer, "global_grad_norm") for optimizer in self._optimizers):
+                    gradients = self._norms.norms(gradient, self._norms.trainable)
                 self._all_next = False
+        else:
+            grad_norm = self._told_norm
         facts = StepFacts(
             lr=self._lr,
             loss_scale=self._loss_scale,

@@ -27,6 +27,8 @@ from samerun.stores.local import MappedFiles
 
 OpenInner = Callable[[Path], Checkpoint]
 _AVERAGE = "average_model_state"
+POSITION = "samerun/sampler/1"
+"""The schema of `ElasticSampler.state_dict`, which `samerun.integrations.lightning` saves with its callback."""
 _SORTED = frozenset({"state_dict", "optimizer_states", "lr_schedulers", "current_model_state", VERSION})
 
 
@@ -81,10 +83,11 @@ def _sort(tree: Mapping[Any, Any], saved: SavedState) -> None:
     _add_data(tree, saved)
     update, epoch = tree.get("global_step"), tree.get("epoch")
     known = saved.progress or RecordedProgress()
+    samples = (_position(tree) or {}).get("samples")
     saved.progress = RecordedProgress(
         update=update if type(update) is int else None,
         epoch=epoch if type(epoch) is int else None,
-        samples=known.samples,
+        samples=samples if type(samples) is int else known.samples,
         tokens=known.tokens,
     )
 
@@ -133,10 +136,19 @@ def _add_data(tree: Mapping[Any, Any], saved: SavedState) -> None:
     current = progress.get("current") if isinstance(progress, dict) else None
     batches = current.get("ready") if isinstance(current, dict) else None
     last = isinstance(progress, dict) and progress.get("is_last_batch") is True
-    if loaders:
+    if (position := _position(tree)) is not None:
+        saved.data["sampler"] = position
+    elif loaders:
         saved.data["combined_loader"] = {"loaders": loaders, "batches": batches}
     elif type(batches) is int and batches > 0 and not last:
         saved.problems.append(_restarts(batches))
+
+
+def _position(tree: Mapping[Any, Any]) -> Mapping[str, Any] | None:
+    """Returns the committed position that samerun's callback keeps among the states of callbacks."""
+    callbacks = tree.get("callbacks")
+    states = callbacks.values() if isinstance(callbacks, dict) else ()
+    return next((state for state in states if isinstance(state, dict) and state.get("schema") == POSITION), None)
 
 
 def _restarts(batches: int) -> Problem:

@@ -124,6 +124,9 @@ _STAGES: tuple[str, ...] = (
     r"(?:.*head.*|.*classifier.*|score|cls|pooler|out(?:put)?.*|proj_out|predictions)",
 )
 _LEAVES = ("weight", "weight_g", "weight_v", "in_proj_weight", "gate_up_proj", "down_proj", "in_proj_bias", "bias")
+# torch.nn's recurrent modules and cells: layer by layer, each direction by itself (torch 2.13, nn/modules/rnn.py).
+_RECURRENT_KINDS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+_RECURRENT = re.compile(rf"({'|'.join(_RECURRENT_KINDS)})(?:_l(\d+)(_reverse)?)?")
 _STAGE_PATTERNS = tuple(re.compile(stage, re.IGNORECASE) for stage in _STAGES)
 _MIDDLE = _STAGES.index(next(stage for stage in _STAGES if "feed_?forward" in stage))
 
@@ -293,7 +296,14 @@ def _push(node: _Node, names: Sequence[str], rest: _Rest) -> _Rest:
 
 
 def _usual_leaves(node: _Node) -> tuple[str, ...]:
-    return tuple(sorted(node.own, key=lambda leaf: (_LEAVES.index(leaf) if leaf in _LEAVES else -1, leaf)))
+    return tuple(sorted(node.own, key=_leaf_place))
+
+
+def _leaf_place(leaf: str) -> tuple[int, int, int, int, str]:
+    if recurrent := _RECURRENT.fullmatch(leaf):
+        kind, layer, backwards = recurrent.groups()
+        return (-1, int(layer or 0), bool(backwards), _RECURRENT_KINDS.index(kind), leaf)
+    return (_LEAVES.index(leaf) if leaf in _LEAVES else -1, 0, 0, 0, leaf)
 
 
 def _usual(names: list[str], parent: str) -> tuple[str, ...]:

@@ -1,0 +1,1 @@
+"""Thin bridges from trainers to `samerun.train.Recorder`, each of which imports its framework."""

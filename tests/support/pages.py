@@ -1,0 +1,133 @@
+"""What a script under each trainer has defined before the lines that its page shows: real models, one process."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+
+from support.trainer import trainer_names
+
+WIDTH = 6
+
+
+def _dictionaries() -> Any:
+    """Returns samples as Trainer and Lightning take them."""
+    import torch
+
+    class Samples(torch.utils.data.Dataset[dict[str, Any]]):
+        def __len__(self) -> int:
+            return 60
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            tokens = torch.arange(index, index + WIDTH) % 13
+            return {"input_ids": tokens, "labels": tokens}
+
+    return Samples()
+
+
+@contextmanager
+def huggingface_names() -> Iterator[dict[str, Any]]:
+    """A small Llama."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=13, hidden_size=8, intermediate_size=10, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=WIDTH,
+    )  # fmt: skip
+    yield {
+        "Trainer": transformers.Trainer, "TrainingArguments": transformers.TrainingArguments,
+        "model": transformers.LlamaForCausalLM(config), "dataset": _dictionaries(),
+        "evaluate": lambda model: {"losses": []},
+    }  # fmt: skip
+
+
+@contextmanager
+def lightning_names() -> Iterator[dict[str, Any]]:
+    """A module that guesses a sample's last token."""
+    lightning = pytest.importorskip("lightning.pytorch")
+    import torch
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(WIDTH, 13)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return torch.nn.functional.cross_entropy(self.layer(batch["input_ids"].float()), batch["labels"][:, -1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    yield {
+        "Trainer": lightning.Trainer, "DataLoader": torch.utils.data.DataLoader, "module": Module(),
+        "dataset": _dictionaries(), "evaluate": lambda module: {"losses": []}, "world_size": 1, "rank": 0,
+    }  # fmt: skip
+
+
+def _loop_names() -> dict[str, Any]:
+    import torch
+
+    torch.manual_seed(0)
+    model: Any = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return {
+        "DataLoader": torch.utils.data.DataLoader, "dataset": [(i, torch.randn(4)) for i in range(96)],
+        "model": model, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "loss_of": lambda model, batch: model(batch).square().mean(), "evaluate": lambda model: {"losses": []},
+        "resume": None, "total_updates": 2, "world_size": 1, "rank": 0,
+    }  # fmt: skip
+
+
+@contextmanager
+def accelerate_names() -> Iterator[dict[str, Any]]:
+    """An Accelerator on the CPU."""
+    accelerate = pytest.importorskip("accelerate")
+    yield {**_loop_names(), "accelerator": accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)}
+
+
+@contextmanager
+def deepspeed_names() -> Iterator[dict[str, Any]]:
+    """DeepSpeed with its process group of one rank."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    deepspeed = pytest.importorskip("deepspeed")
+    import torch.distributed as dist
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29541")
+    deepspeed.init_distributed("gloo")
+    config = {
+        "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+    }  # fmt: skip
+    try:
+        yield {**_loop_names(), "deepspeed": deepspeed, "config": config}
+    finally:
+        dist.destroy_process_group()
+        deepspeed.comm.comm.cdb = deepspeed.utils.groups._WORLD_GROUP = None  # else the next one finds this group
+
+
+SETUPS: dict[str, Callable[[], AbstractContextManager[dict[str, Any]]]] = {
+    "trainer": trainer_names,
+    "huggingface": huggingface_names,
+    "lightning": lightning_names,
+    "accelerate": accelerate_names,
+    "deepspeed": deepspeed_names,
+}
+"""By the word after `setup=` above a block. Trainers that are not installed skip theirs."""
+
+
+@contextmanager
+def names_for(setup: str | None) -> Iterator[dict[str, Any]]:
+    """Yields what a block finds defined; a trainer's own warnings are its own."""
+    with warnings.catch_warnings():
+        if setup not in (None, "trainer"):
+            warnings.simplefilter("ignore")
+        if setup is None:
+            yield {}
+        else:
+            with SETUPS[setup]() as names:
+                yield names

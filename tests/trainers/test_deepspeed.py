@@ -1,0 +1,68 @@
+"""DeepSpeed: ZeRO 1, 2 and 3, rewritten for another number of ranks in their own format, moved, and broken."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.moves import Move, codes, new_move, wrongly
+from support.warm_ranks import warm_launches
+
+pytest.importorskip("deepspeed")
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
+
+ARGUMENTS = "--at-once {max_microbatch} --passes {passes} --steps 100 --resume {checkpoint}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[None]:
+    """Every job of this module forks its ranks from one process that has the framework imported."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    with warm_launches("deepspeed"):
+        yield
+
+
+def move(folder: Path, stage: int, ranks: int, to: int, *flags: str) -> Move:
+    """Trains 12 samples an update on `ranks` ranks and moves the run to `to` ranks through a converted checkpoint."""
+    moved = new_move(folder, "deepspeed")
+    moved.train(
+        *(ranks, "--stage", stage, "--at-once", 3, "--passes", 4 // ranks, "--steps", 8, "--save-dir", "saved", *flags)
+    )
+    moved.draft(
+        *("saved", f"dp_shard={ranks}", f"dp_shard={to}", " ".join((f"--stage {stage} {ARGUMENTS}", *flags))),
+        batch__global_batch=12,
+        batch__max_microbatch=min(3, 12 // to),
+        run__precision="bfloat16" if flags else "float32",
+    )
+    text = moved.manifest.read_text()
+    kept = [line for line in text.splitlines() if not line.startswith("convert:")]
+    moved.manifest.write_text("\n".join([*kept, "convert: {to: zero}", ""]))
+    result = moved.run()
+    assert result.verdict.decision == "promote", wrongly(result)
+    return moved
+
+
+@pytest.fixture(scope="module")
+def promoted(tmp_path_factory: pytest.TempPathFactory) -> Move:
+    """ZeRO 3 on four ranks to three, promoted."""
+    return move(tmp_path_factory.mktemp("zero3"), 3, 4, 3)
+
+
+@pytest.mark.parametrize(("stage", "flags"), [(1, ()), (2, ()), (2, ("--bf16",))], ids=["1", "2", "2-bf16"])
+def test_two_ranks_to_four(tmp_path: Path, stage: int, flags: tuple[str, ...]) -> None:
+    move(tmp_path, stage, 2, 4, *flags)
+
+
+def test_an_optimizer_that_is_not_restored(promoted: Move, tmp_path: Path) -> None:
+    result = promoted.copy(tmp_path / "move").run(fault="deepspeed-forget-optimizer", stage="03-load")
+    assert result.verdict.decision == "reject"
+    assert "SR-LOAD-OPT-RESET" in codes(result), wrongly(result)
+
+
+def test_data_that_begins_again(promoted: Move, tmp_path: Path) -> None:
+    result = promoted.copy(tmp_path / "move").run(fault="restart-data", stage="05-update")
+    assert result.verdict.decision == "reject"
+    assert "SR-SAMPLE-OMITTED" in codes(result), wrongly(result)

@@ -1,0 +1,158 @@
+"""What the bridges refuse, and where they stay silent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from samerun.errors import UsageError
+from support.gloo import run_ranks
+from support.pages import huggingface_names, names_for
+
+HERE = {"microbatch": 3, "passes": 2, "processes": 2, "epoch_updates": 40}
+
+
+@pytest.mark.parametrize(
+    ("now", "update", "said"),
+    [
+        (HERE, 8, None),
+        ({"microbatch": 2, "passes": 2, "processes": 3}, 8, None),
+        ({"processes": 1}, 8, "48 samples would come again"),
+        ({"processes": 4}, 8, "96 would never come"),
+        ({"processes": 1}, 0, None),
+        ({"epoch_updates": 39}, 8, None),
+        ({"epoch_updates": 39}, 39, "another number of updates"),
+    ],
+)
+def test_a_trainer_that_would_go_on_elsewhere(now: dict[str, int], update: int, said: str | None) -> None:
+    pytest.importorskip("transformers")
+    from samerun.integrations.huggingface import check_resumed_batch
+
+    problems = check_resumed_batch(HERE, {**HERE, **now}, update)
+    assert [problem.code for problem in problems] == (["SR-ORDER-SKIP"] if said else [])
+    assert not problems or (said or "") in problems[0].message
+    assert check_resumed_batch({}, {**HERE, **now}, update) == []  # nothing is known of the job that saved
+
+
+def test_a_resumed_trainer_with_another_batch_is_stopped(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    with names_for("huggingface") as names:
+        from samerun.integrations.huggingface import SamerunCallback, WithSampleIds
+
+        def train(micro: int, steps: int, resume: str | None, **callback: Any) -> int:
+            settings = names["TrainingArguments"](
+                output_dir=str(tmp_path), max_steps=steps, save_steps=2, per_device_train_batch_size=micro,
+                use_cpu=True, report_to=[], disable_tqdm=True, remove_unused_columns=False,
+                lr_scheduler_type="constant",
+            )  # fmt: skip
+            trainer = names["Trainer"](
+                model=names["model"], args=settings, train_dataset=WithSampleIds(names["dataset"]),
+                callbacks=[SamerunCallback(**callback)],
+            )  # fmt: skip
+            trainer.train(resume_from_checkpoint=resume)
+            return trainer.state.global_step
+
+        assert train(3, 2, None) == 2
+        saved = str(tmp_path / "checkpoint-2")
+        kept = json.loads(Path(saved, "trainer_state.json").read_text())["stateful_callbacks"]["SamerunCallback"]
+        assert kept["attributes"] == {"microbatch": 3, "passes": 1, "processes": 1, "epoch_updates": 20}
+        with pytest.raises(UsageError, match=r"SR-ORDER-SKIP.*4 would never come"):
+            train(5, 4, saved)
+        assert train(5, 4, saved, changed_batch=True) == 4
+        assert train(3, 4, saved) == 4
+
+
+def test_a_batch_without_ids_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    with names_for("huggingface") as names:
+        from samerun.integrations.huggingface import SamerunCallback
+
+        settings = names["TrainingArguments"](
+            output_dir=str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True
+        )
+        callback = SamerunCallback(ledger=tmp_path / "ledger")
+        trainer = names["Trainer"](
+            model=names["model"], args=settings, train_dataset=names["dataset"], callbacks=[callback]
+        )
+        with pytest.raises(UsageError, match="WithSampleIds"):
+            trainer.train()
+        callback.recorder.close()
+
+
+def test_a_lightning_trainer_with_other_passes_is_named() -> None:
+    pytest.importorskip("lightning")
+    with names_for("lightning") as names:
+        from samerun.integrations.lightning import SamerunCallback, WithSampleIds
+        from samerun.train import ElasticSampler
+
+        sampler = ElasticSampler(60, global_batch=12, replicas=1, replica=0, max_microbatch=3)
+        loader = names["DataLoader"](WithSampleIds(names["dataset"]), batch_sampler=sampler)
+        trainer = names["Trainer"](
+            accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            use_distributed_sampler=False, accumulate_grad_batches=2, callbacks=[SamerunCallback(sampler)],
+        )  # fmt: skip
+        with pytest.raises(UsageError, match="an update in 4 passes, and the Trainer steps after 2"):
+            trainer.fit(names["module"], loader)
+
+
+def _prepare(rank: int, world_size: int) -> list[list[str]]:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from samerun.integrations.accelerate import check_prepared
+    from support.hfjob import rendezvous
+
+    rendezvous(world_size, 29547)
+    AcceleratorState._reset_state(reset_partial_state=True)  # what tests before this one left in the parent
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    plain = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    prepared = accelerator.prepare(plain)
+    return [[problem.code for problem in check_prepared(accelerator, one)] for one in (plain, prepared)]
+
+
+@pytest.mark.multiprocess
+def test_a_prepared_scheduler_is_refused() -> None:
+    pytest.importorskip("accelerate")
+    assert run_ranks(2, _prepare) == [[[], ["SR-REC-USE"]]] * 2
+    assert run_ranks(1, _prepare) == [[[], []]]
+
+
+def test_without_a_launch_the_model_does_not_see_the_ids(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    with huggingface_names() as names, pytest.MonkeyPatch.context() as patch:
+        import warnings
+
+        from samerun.integrations.huggingface import SamerunCallback, WithSampleIds
+
+        warnings.simplefilter("ignore")
+        patch.chdir(tmp_path)
+        settings = names["TrainingArguments"](
+            output_dir="out", max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, remove_unused_columns=False
+        )
+        callback = SamerunCallback()
+        names["Trainer"](
+            model=names["model"], args=settings, train_dataset=WithSampleIds(names["dataset"]), callbacks=[callback]
+        ).train()
+        assert not callback.recorder.active
+        assert not list(names["model"]._forward_pre_hooks)
+
+
+def test_an_engine_without_zero_is_refused() -> None:
+    pytest.importorskip("deepspeed")
+    with names_for("deepspeed") as names:
+        from samerun.integrations.deepspeed import RecordedEngine
+
+        def engine(stage: int) -> Any:
+            model = torch.nn.Linear(4, 1)
+            config = {**names["config"], "zero_optimization": {"stage": stage}}
+            optimizer = torch.optim.AdamW(model.parameters())
+            return names["deepspeed"].initialize(model=model, optimizer=optimizer, config=config)[0]
+
+        with pytest.raises(UsageError, match="not that of ZeRO"):
+            RecordedEngine(engine(0))
+        assert RecordedEngine(engine(2)).scaler is None
