@@ -37,6 +37,7 @@ _FILES_SHOWN = 20
 @click.option("--flavour", metavar="F", help="huggingface: for trainer, accelerate, or both (the default).")
 @click.option("--format", "format_name", metavar="F", help="Read SRC as this format.")
 @click.option("--rank-timeout", default=120.0, show_default=True, metavar="S", help="Under torchrun: patience.")
+@click.option("--meeting", "meeting_dir", metavar="DIR", help="Under torchrun, into a store: where ranks meet.")
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
@@ -53,6 +54,7 @@ def command(
     flavour: str | None,
     format_name: str | None,
     rank_timeout: float,
+    meeting_dir: str | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -61,6 +63,8 @@ def command(
     SRC is only read. DEST appears whole, read back and proved, or not at all; the
     proof lies in it. A conversion that was killed goes on when it is run again.
     Under torchrun, the processes of the launch share the work.
+
+    DEST may be a URL (s3://bucket/name): a marker is then removed when it is whole.
 
     \b
     samerun convert ckpt/step-1200 moved --to dcp
@@ -71,7 +75,7 @@ def command(
     from pathlib import Path
 
     from samerun.cli.output import emit_json
-    from samerun.convert.convert import carry_out, prepare, require_local
+    from samerun.convert.convert import carry_out, prepare
     from samerun.convert.together import carry_out_together, meet
     from samerun.execute.engine import Settings
     from samerun.execute.ranks import parse_launch
@@ -87,11 +91,10 @@ def command(
     first = launch is None or launch.rank == 0
     if dry_run and not first:
         return
-    require_local(dest)
     with ExitStack() as stack:
         cancel, meeting = Event(), None
         if launch is not None and not dry_run:
-            meeting = stack.enter_context(meet(launch, Path(src), Path(dest), cancel, rank_timeout))
+            meeting = stack.enter_context(meet(launch, Path(src), dest, cancel, rank_timeout, meeting_dir))
         checkpoint = open_checkpoint(src, format_name)
         stack.callback(checkpoint.close)
         names = None if map_file is None else read_name_map(map_file, checkpoint.state)
