@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from samerun.errors import CorruptCheckpoint, FormatError, Problem, UnsupportedVersion, UsageError
 from samerun.stores.destination import incomplete_marker
-from samerun.stores.remote import RemoteView, is_url, original_name
+from samerun.stores.remote import RemoteView, is_url, not_whole, original_name
 
 if TYPE_CHECKING:
     from samerun.formats.base import Checkpoint
@@ -206,7 +206,7 @@ def _open_local(root: Path, format: str | None, *, unfinished: bool) -> Checkpoi
 def _require_whole(path: Path) -> None:
     """Raises CorruptCheckpoint for what a conversion into a store has begun and not ended, wherever it lies now."""
     if (marker := incomplete_marker(path)) is not None:
-        raise CorruptCheckpoint(_incomplete(path, marker.name))
+        raise CorruptCheckpoint(not_whole(original_name(path), marker.name))
 
 
 def _locate(root: Path, readers: tuple[Reader, ...]) -> Path:
@@ -358,16 +358,6 @@ def _several(root: Path, found: list[Path]) -> Problem:
         + (f" and {len(found) - 20} more" if len(found) > 20 else ""),
         where={"file": str(root)},
         hint="give the path of one of them",
-    )
-
-
-def _incomplete(path: Path, marker: str) -> Problem:
-    return Problem(
-        "SR-REMOTE-INCOMPLETE",
-        f"this destination of a conversion is not whole: {marker} lies there",
-        where={"file": original_name(path)},
-        hint="the conversion still runs, or was killed: the same `samerun convert` command goes on with it. If it was "
-        "copied from the store meanwhile, copy it again after that",
     )
 
 

@@ -153,9 +153,12 @@ class StoredPlace:
             self._store.invalidate_cache()
 
     def remove_own(self, name: str) -> None:
-        """Removes the marker or the proof."""
+        """Removes the marker or the proof, and the folder if it was the last in one."""
         with _store_speaks(self.url), suppress(FileNotFoundError):
             self._store.rm_file(self._at(name))
+        if self._has_folders and not self.single_file:
+            with suppress(OSError):  # something is in it
+                self._store.rmdir(self._root)
 
     def abandon_uploads(self, names: Collection[str]) -> None:
         """Ends uploads of several parts that a killed process left open: nobody sees them, but they are paid for."""

@@ -285,7 +285,10 @@ def connect(url: str) -> tuple[Any, str]:
 def _connect(url: str) -> tuple[Any, str, bool]:
     store, root = connect(url)
     with _translated(url):
+        store.invalidate_cache()  # drivers remember listings, and another process may write there
         if not store.exists(root):
+            if store.exists(f"{root}.{INCOMPLETE_NAME}"):
+                raise CorruptCheckpoint(not_whole(url, INCOMPLETE_NAME))
             raise FileNotFoundError(2, "nothing is there", url)
         return store, root, bool(store.isfile(root))
 
@@ -300,6 +303,17 @@ def _translated(url: str) -> Generator[None]:
         ) from None
     except OSError as error:
         raise UsageError(_no_driver(url, str(error) or type(error).__name__)) from error
+
+
+def not_whole(place: str, marker: str) -> Problem:
+    """Returns the finding for what a conversion into a store has begun and not ended."""
+    return Problem(
+        "SR-REMOTE-INCOMPLETE",
+        f"this destination of a conversion is not whole: {marker} lies there",
+        where={"file": place},
+        hint="the conversion still runs, or was killed: the same `samerun convert` command goes on with it. If it was "
+        "copied from the store meanwhile, copy it again after that",
+    )
 
 
 def _no_driver(url: str, why: str) -> Problem:
