@@ -35,6 +35,7 @@ _FILES_SHOWN = 20
 @click.option("--threads", type=click.IntRange(1, 256), help="Copies at once; as many as cores by default.")
 @click.option("--max-shard", metavar="SIZE", help="safetensors, huggingface: the most that one file holds.")
 @click.option("--flavour", metavar="F", help="huggingface: for trainer, accelerate, or both (the default).")
+@click.option("--stage", type=click.IntRange(1, 3), help="zero: the stage of the job that loads it.")
 @click.option("--format", "format_name", metavar="F", help="Read SRC as this format.")
 @click.option("--rank-timeout", default=120.0, show_default=True, metavar="S", help="Under torchrun: patience.")
 @click.option("--meeting", "meeting_dir", metavar="DIR", help="Under torchrun, into a store: where ranks meet.")
@@ -52,6 +53,7 @@ def command(
     threads: int | None,
     max_shard: str | None,
     flavour: str | None,
+    stage: int | None,
     format_name: str | None,
     rank_timeout: float,
     meeting_dir: str | None,
@@ -86,7 +88,7 @@ def command(
 
     settings = Settings(_parse_size("--memory-budget", memory_budget), threads or min(8, os.cpu_count() or 1))
     wanted = dict(_parse_dtype(text) for text in dtypes)
-    writer = _writer(to, max_shard, flavour)
+    writer = _writer(to, max_shard, flavour, stage)
     launch = parse_launch(os.environ)
     first = launch is None or launch.rank == 0
     if dry_run and not first:
@@ -166,8 +168,12 @@ def _parse_layout(text: str | None, source: Layout | None) -> Layout | None:
         raise _usage("SR-USAGE-LAYOUT", str(error), "a layout looks like dp_shard=4,tp=2 or dp=10") from None
 
 
-def _writer(to: str, max_shard: str | None, flavour: str | None) -> Writer | None:
+def _writer(to: str, max_shard: str | None, flavour: str | None, stage: int | None) -> Writer | None:
     options: dict[str, Any] = {}
+    if stage is not None:
+        if to != "zero":
+            raise _usage("SR-USAGE-OPTION", "--stage is for zero only", "a universal checkpoint loads at every stage")
+        options["stage"] = stage
     if max_shard is not None:
         if to not in ("safetensors", "huggingface"):
             raise _usage("SR-USAGE-OPTION", "--max-shard is for safetensors and huggingface only", "leave it out")
