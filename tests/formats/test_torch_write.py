@@ -252,7 +252,7 @@ def test_state_without_a_group_is_found(lay: Any):
 @pytest.mark.parametrize("lay", [lay_out, lay_out_dcp])
 def test_masters_that_torch_does_not_look_at_are_named(lay: Any):
     checkpoint = made({"param:w": weights(3), "master:w": weights(3), "optim.exp_avg:w": weights(3)})
-    assert codes(checkpoint.state, lay)["SR-WRITE-MASTERS"] is Severity.WARNING
+    assert codes(checkpoint.state, lay)["SR-WRITE-MASTERS"] is Severity.ERROR
     assert "SR-WRITE-MASTERS" not in codes(adam_state(), lay)
 
 

@@ -35,6 +35,7 @@ _FILES_SHOWN = 20
 @click.option("--threads", type=click.IntRange(1, 256), help="Copies at once; as many as cores by default.")
 @click.option("--max-shard", metavar="SIZE", help="safetensors, huggingface: the most that one file holds.")
 @click.option("--flavour", metavar="F", help="huggingface: for trainer, accelerate, or both (the default).")
+@click.option("--masters", type=click.Choice(["params", "slots", "drop"]), help="Where fp32 masters go.")
 @click.option("--stage", type=click.IntRange(1, 3), help="zero: the stage of the job that loads it.")
 @click.option("--format", "format_name", metavar="F", help="Read SRC as this format.")
 @click.option("--rank-timeout", default=120.0, show_default=True, metavar="S", help="Under torchrun: patience.")
@@ -53,6 +54,7 @@ def command(
     threads: int | None,
     max_shard: str | None,
     flavour: str | None,
+    masters: str | None,
     stage: int | None,
     format_name: str | None,
     rank_timeout: float,
@@ -112,6 +114,7 @@ def command(
             original=checkpoint,
             writer=writer,
             payloads=first,
+            masters=masters,
         )
         if dry_run:
             if as_json:

@@ -20,6 +20,7 @@ import numpy as np
 
 from samerun import __version__
 from samerun.convert.dtypes import RecastCheckpoint, plan_dtypes
+from samerun.convert.masters import settle_masters
 from samerun.convert.objects import settle_objects
 from samerun.convert.prove import Claim, Evidence, prove_equal
 from samerun.core.dtype import DType
@@ -134,6 +135,7 @@ def prepare(
     original: Checkpoint | None = None,
     writer: Writer | None = None,
     payloads: bool = True,
+    masters: str | None = None,
 ) -> Prepared:
     """Plans a conversion and refuses whatever stands against it. Writes nothing.
 
@@ -148,6 +150,7 @@ def prepare(
         given: the path that the user named, where the checkpoint lies below it.
         original: the checkpoint as its reader opened it, where `source` is a view of one: what is checked of a source.
         writer: lays out the destination; that of the format `to` by default.
+        masters: where fp32 masters go that the format has no place for: see `samerun.convert.masters`.
         payloads: whether to compare stored bytes with the checksums recorded beside them; one of several processes
             does it for all.
 
@@ -159,6 +162,10 @@ def prepare(
     place = _require_place(dest, given or source.path, source.path)
     lay_out = writer or load_writer(to)
     original, source = original or source, adapt_source(source, to)
+    said: tuple[Problem, ...] = ()
+    if masters is not None:
+        source, said = settle_masters(source, masters, to)
+        allow = {*allow, "SR-WRITE-MASTERS"}
     dtypes = plan_dtypes(source.state, dtype) if dtype else {}
     trees = fingerprint_source(source.path, ())
     found = list(inspect_checkpoint(original).problems)
@@ -192,7 +199,7 @@ def prepare(
     else:
         decisions += require_decided(_check_space(place, plan.bytes_written), allow)
     notes = [problem for problem in found if problem.severity is Severity.WARNING]
-    notes = [problem for problem in (*kept, *destination.problems, *notes) if problem not in decisions]
+    notes = [problem for problem in (*said, *kept, *destination.problems, *notes) if problem not in decisions]
     return Prepared(
         source=source,
         view=view,
