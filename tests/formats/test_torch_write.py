@@ -287,3 +287,17 @@ def test_real_checkpoints_hold_their_truth(name: str, tmp_path: Path):
         fqn, _, slot = rest.rpartition(".")
         tensor = saved["model"][rest] if section == "model" else saved["optimizer"]["state"][numbers[fqn]][slot]
         assert as_numpy(tensor).tobytes() == value.astype(as_numpy(tensor).dtype).tobytes(), label
+
+
+def test_a_scheduler_in_a_list_is_read_back_as_the_scheduler(tmp_path: Path):
+    scheduler = {"base_lrs": [0.1, 0.2], "last_epoch": 5}
+    objects = {f"lr_schedulers.0.{name}": value for name, value in scheduler.items()}
+    objects |= {"lr_schedulers.1.gamma": 0.5, "epoch": 1}
+    checkpoint = made({"param:w": weights(3)}, scheduler=scheduler, objects=objects)
+    carry_out(lay_out(source_of(checkpoint)), checkpoint, tmp_path / "f.pt")
+    saved = torch.load(tmp_path / "f.pt", weights_only=True)
+    assert saved["scheduler"] == scheduler
+    assert saved["lr_schedulers"] == {"1": {"gamma": 0.5}}
+    found = open_checkpoint(tmp_path / "f.pt")
+    assert found.state.scheduler == scheduler
+    found.close()
