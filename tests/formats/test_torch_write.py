@@ -296,7 +296,7 @@ def test_a_scheduler_in_a_list_is_read_back_as_the_scheduler(tmp_path: Path):
     checkpoint = made({"param:w": weights(3)}, scheduler=scheduler, objects=objects)
     carry_out(lay_out(source_of(checkpoint)), checkpoint, tmp_path / "f.pt")
     saved = torch.load(tmp_path / "f.pt", weights_only=True)
-    assert saved["scheduler"] == scheduler
+    assert saved["lr_scheduler"] == scheduler
     assert saved["lr_schedulers"] == {"1": {"gamma": 0.5}}
     found = open_checkpoint(tmp_path / "f.pt")
     assert found.state.scheduler == scheduler

@@ -57,7 +57,10 @@ def lay_out(source: WriteSource, layout: Layout | None = None) -> DestinationPla
 
 
 def _scheduler_first(sections: Mapping[str, Any], path: list[str]) -> dict[str, Any]:
-    """Puts the scheduler at the front under its own name. It may lie in a list (`lr_schedulers.0`): others stay there."""
+    """Puts the scheduler at the front under its own name. It may lie in a list (`lr_schedulers.0`); others stay there.
+
+    A list that had one scheduler is gone then.
+    """
     first, rest = path[0], path[1:]
     node: Any = sections.get(first)
     for part in rest:
