@@ -2,7 +2,11 @@
 
     SAMERUN_CORPUS=... PYTHONPATH=src:tests python scripts/proof_matrix.py dcp torch      # where torch is
     SAMERUN_CORPUS=... PYTHONPATH=src:tests python scripts/proof_matrix.py deepspeed      # where DeepSpeed is
-    SAMERUN_CORPUS=... PYTHONPATH=src:tests python scripts/proof_matrix.py page
+    SAMERUN_CORPUS=... PYTHONPATH=src:tests python scripts/proof_matrix.py megatron       # where megatron-core is
+    PYTHONPATH=src:tests python scripts/proof_matrix.py huggingface                       # where transformers is
+    python scripts/proof_matrix.py page
+
+`--missing` leaves out sources of which something is known already.
 
 Each part converts checkpoints of the collection, has the framework load them at other degrees, and writes what it
 found into docs/proofs.json; rows of other parts stay. The page is made from that file alone: nothing is filled in by
@@ -11,8 +15,10 @@ hand.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -121,6 +127,9 @@ def prove_with_torch(to: str) -> Iterator[dict[str, Any]]:
     for name, path in find_sources():
         with tempfile.TemporaryDirectory() as scratch:
             dest = Path(scratch) / "moved"
+            known = {row.get("layout") for row in read_rows() if (row["to"], row["source"]) == (to, name)}
+            if "--missing" in sys.argv and known:
+                continue
             row: dict[str, Any] = {"to": to, "source": name, "loaded_by": f"torch {torch.__version__}"}
             try:
                 row["from"], row["decisions"] = convert_all_allowed(path, dest, to)
@@ -159,19 +168,21 @@ def prove_with_deepspeed() -> Iterator[dict[str, Any]]:
     from support import dsjob, plainjob
     from support.dsjob import RESTORE_MODEL, RESTORE_STAGE3, Job
 
-    def trained(folder: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
-        for kind, stage in (("FSDP2", 3), ("replicas", 0)):
-            truth = plainjob.make_source(Job(stage), 3, folder / kind)
-            yield f"torch, {kind}, 3 ranks", folder / kind / "dcp", truth
-            yield f"torch, {kind}, 3 ranks", folder / kind / "run.pt", truth
-        for job, name in ((Job(1), "stage 1"), (Job(2, offload=True), "stage 2, CPUAdam"), (Job(3), "stage 3")):
-            yield f"DeepSpeed, {name}, 3 ranks", folder / name, dsjob.make_source(job, 3, folder / name)
-        yield "DeepSpeed, stage 1, 1 rank", folder / "one", dsjob.make_source(Job(1), 1, folder / "one")
+    def trained(folder: Path) -> Iterator[tuple[str, Path, dict[str, Any], tuple[int, ...]]]:
+        one = folder / "one"
+        yield "DeepSpeed, stage 1, 1 rank", one, dsjob.make_source(Job(1), 1, one), (1, 2)
+        offload = folder / "offload"
+        truth = dsjob.make_source(Job(2, offload=True), 3, offload)
+        yield "DeepSpeed, stage 2, CPUAdam, 3 ranks", offload, truth, (2,)
+        truth = plainjob.make_source(Job(3), 3, folder / "fsdp2")
+        for saved in ("dcp", "run.pt"):
+            yield "torch, FSDP2, 3 ranks", folder / "fsdp2" / saved, truth, (1, 2, 3)
+        yield "DeepSpeed, stage 3, 3 ranks", folder / "three", dsjob.make_source(Job(3), 3, folder / "three"), (1, 3)
 
     with tempfile.TemporaryDirectory() as scratch:
-        for source, path, truth in trained(Path(scratch)):
+        for source, path, truth, stages in trained(Path(scratch)):
             for to in ("zero", "universal"):
-                for stage in (1, 2, 3):
+                for stage in stages:
                     dest = Path(scratch) / "moved" / f"{path.parent.name}-{path.name}-{to}-{stage}"
                     dest.parent.mkdir(exist_ok=True)
                     options: dict[str, Any] = {"layout": Layout(dp_shard=2)}
@@ -186,9 +197,9 @@ def prove_with_deepspeed() -> Iterator[dict[str, Any]]:
                     universal = to == "universal"
                     remedy = RESTORE_MODEL + (RESTORE_STAGE3 if stage == 3 else "") if universal else ""
                     row["layout"] = f"stage {stage} at 2 ranks from {path.name}"
-                    offload = "CPUAdam" in source
+                    cpu_adam = "CPUAdam" in source
                     try:
-                        found = dsjob.resume(Job(stage, offload=offload), 2, dest, universal=universal, remedy=remedy)
+                        found = dsjob.resume(Job(stage, offload=cpu_adam), 2, dest, universal=universal, remedy=remedy)
                     except RuntimeError as error:
                         yield {**row, "failed": str(error).strip().splitlines()[-1][:160]}
                         continue
@@ -205,16 +216,88 @@ def _zero_writer(stage: int) -> Any:
     return partial(lay_out, stage=stage)
 
 
+# --- Megatron and Hugging Face ----------------------------------------------------------------------------------------
+
+MEGATRON = {  # layouts, by place of the source: in the collection, or among the golden checkpoints
+    "golden/fr_tp2pp2": ("tp=1,dp=3", "tp=4"),
+    "golden/lg_dist_tied_pp2_dp2": ("tp=2",),
+    "golden/lg_moe_tp2ep2": ("tp=1,ep=1", "dp=2,ep=2"),
+    "megatron/td016_dpr_tp1pp1dp2": ("tp=2,pp=2",),
+    "megatron/td013_fsms_tp2pp2dp1": ("dp=2",),
+    "megatron/td019_dpr_tp1pp1dp2": ("tp=2",),
+    "megatron/lg016_dist_tp1pp1dp2": ("pp=2",),
+    "megatron/td016_moe_dpr_ep2": ("ep=1",),
+}
+
+
+def prove_with_megatron() -> Iterator[dict[str, Any]]:
+    """Yields a row for every source and layout: megatron.core loads it and takes an update, as `load.py` says."""
+    from importlib.metadata import version
+
+    from samerun.core.mesh import Layout
+
+    golden = TOP / "tests" / "golden" / "megatron"
+    for name, layouts in MEGATRON.items():
+        path = golden / name.partition("/")[2] if name.startswith("golden/") else (CORPUS or Path()) / name
+        for text in layouts if path.exists() else ():
+            row: dict[str, Any] = {"to": "megatron", "source": name, "loaded_by": f"mcore {version('megatron-core')}"}
+            with tempfile.TemporaryDirectory() as scratch:
+                dest = Path(scratch) / "moved"
+                layout = Layout.parse(text.replace("dp=", "dp_shard="))
+                row["from"], row["decisions"] = convert_all_allowed(path, dest, "megatron", layout=layout)
+                command = [sys.executable, "load.py", str(dest), str(path), text]
+                done = subprocess.run(command, cwd=golden, capture_output=True, text=True, timeout=600)
+            said = [line for line in done.stdout.splitlines() if line.startswith('{"layout"')]
+            found = json.loads(said[-1]) if said else {"error": done.stderr.strip().splitlines()[-1][:160]}
+            if "error" in found:
+                yield {**row, "layout": text, "failed": found["error"]}
+            else:
+                yield {**row, "layout": text, "tensors": found["tensors"], "different": found["differences"]}
+
+
+def prove_with_huggingface() -> Iterator[dict[str, Any]]:
+    """Yields a row for Trainer and Accelerate at 1, 2 and 3 ranks, from DCP directories of their own runs."""
+    from importlib.metadata import version
+
+    from support import hfjob
+    from support.gloo import run_ranks
+
+    for job, package in ((hfjob.train, "transformers"), (hfjob.accelerate, "accelerate")):
+        rest = (0.1,) if package == "transformers" else ()
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            control = run_ranks(2, job, folder / "run", None, *rest, timeout=300)[0]["saved"]
+            saved = folder / "run" / (f"checkpoint-{hfjob.SAVED}" if rest else "")
+            convert_all_allowed(saved, folder / "dcp", "dcp")
+            row: dict[str, Any] = {"to": "huggingface", "source": f"{package}, 2 ranks, as dcp"}
+            row["loaded_by"] = f"{package} {version(package)}"
+            row["from"], row["decisions"] = convert_all_allowed(folder / "dcp", folder / "moved", "huggingface")
+            for ranks in (1, 2, 3):
+                found = run_ranks(ranks, job, None, folder / "moved", *rest, timeout=300)[0]["saved"]
+                wrong = [key for key in control if found[key].tobytes() != control[key].tobytes()]
+                yield {**row, "layout": f"{ranks} ranks", "tensors": len(control), "different": wrong}
+
+
 # --- data and page --------------------------------------------------------------------------------------------------
 
 
-def merge(rows: list[dict[str, Any]], new: dict[str, Any]) -> None:
-    """Puts a row in the place of the one with the same source, destination, framework and layout."""
+def read_rows() -> list[dict[str, Any]]:
+    """Returns what is known."""
+    return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else []
+
+
+def merge(new: dict[str, Any]) -> None:
+    """Puts a row in the place of the one with the same source, destination, framework and layout.
+
+    Parts may run at the same time: each row is put into what the file holds then, under a lock.
+    """
     keys = ("to", "source", "loaded_by", "layout")
-    rows[:] = [row for row in rows if any(row.get(key) != new.get(key) for key in keys)]
-    rows.append(new)
-    rows.sort(key=lambda row: tuple(str(row.get(key, "")) for key in keys))
-    DATA.write_text(json.dumps(rows, indent=0) + "\n", encoding="utf-8")
+    with open(DATA.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        rows = [row for row in read_rows() if any(row.get(key) != new.get(key) for key in keys)]
+        rows.append(new)
+        rows.sort(key=lambda row: tuple(str(row.get(key, "")) for key in keys))
+        DATA.write_text(json.dumps(rows, indent=0) + "\n", encoding="utf-8")
 
 
 def page(rows: list[dict[str, Any]]) -> str:
@@ -224,9 +307,9 @@ def page(rows: list[dict[str, Any]]) -> str:
         "",
         "Checkpoints that samerun converted, loaded by the real framework through its own loader at another degree,",
         "and compared with the source bit for bit: every tensor of model and optimizer, and the settings of the",
-        "parameter groups. Made by `scripts/proof_matrix.py` from what was run; an empty cell was not. What a conversion",
-        "itself proves (every destination is read back and compared with its source) is not counted here. Where the",
-        "source has fp32 masters and the destination no place for them, `--masters params` was given.",
+        "parameter groups. Made by `scripts/proof_matrix.py` from what was run; an empty cell was not. What the",
+        "conversion itself proves (every destination is read back and compared with its source) is not counted here.",
+        "Where the source has fp32 masters and the destination no place for them, `--masters params` was given.",
         "",
         "## From which format into which",
         "",
@@ -279,17 +362,19 @@ PARTS = {
     "dcp": lambda: prove_with_torch("dcp"),
     "torch": lambda: prove_with_torch("torch"),
     "deepspeed": prove_with_deepspeed,
+    "megatron": prove_with_megatron,
+    "huggingface": prove_with_huggingface,
 }
 
 
 def main() -> int:
     """Runs the parts that are named, and writes the page; returns the exit code."""
-    rows: list[dict[str, Any]] = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else []
-    for part in sys.argv[1:]:
+    for part in [part for part in sys.argv[1:] if not part.startswith("--")]:
         for row in PARTS[part]() if part != "page" else ():
-            merge(rows, row)
+            merge(row)
             print({key: row[key] for key in row if key not in ("decisions",)}, file=sys.stderr, flush=True)
-    PAGE.write_text(page(rows), encoding="utf-8")
+    PAGE.write_text(page(read_rows()), encoding="utf-8")
+    DATA.with_suffix(".lock").unlink(missing_ok=True)
     return 0
 
 
