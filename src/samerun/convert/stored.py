@@ -10,7 +10,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import Event, Lock
 from typing import Any
 
@@ -227,7 +227,6 @@ class _Work:
         sizes = [part_bytes(files[number].size) for number in numbers]
         memory = _COPIES_OF_A_PART * max(sizes, default=1)
         at_once = max(1, min(self.settings.threads, self.settings.budget_bytes // memory))
-        settings = replace(self.settings, agreed_tile_bytes=self.settings.tile_bytes)
         total, done, lock = sum(files[number].size for number in numbers), 0, Lock()
         started, failed = time.monotonic(), list[BaseException]()
 
@@ -241,7 +240,7 @@ class _Work:
                     self.progress(Progress("copying", done, total, time.monotonic() - started))
             return part
 
-        with FileStreams(self.prepared.plan, self.prepared.view, settings, self.cancel) as streams:
+        with FileStreams(self.prepared.plan, self.prepared.view, self.settings, self.cancel) as streams:
 
             def send(number: int) -> None:
                 file = files[number]
