@@ -169,15 +169,15 @@ def prove_with_deepspeed() -> Iterator[dict[str, Any]]:
     from support.dsjob import RESTORE_MODEL, RESTORE_STAGE3, Job
 
     def trained(folder: Path) -> Iterator[tuple[str, Path, dict[str, Any], tuple[int, ...]]]:
-        one = folder / "one"
-        yield "DeepSpeed, stage 1, 1 rank", one, dsjob.make_source(Job(1), 1, one), (1, 2)
-        offload = folder / "offload"
-        truth = dsjob.make_source(Job(2, offload=True), 3, offload)
-        yield "DeepSpeed, stage 2, CPUAdam, 3 ranks", offload, truth, (2,)
         truth = plainjob.make_source(Job(3), 3, folder / "fsdp2")
         for saved in ("dcp", "run.pt"):
             yield "torch, FSDP2, 3 ranks", folder / "fsdp2" / saved, truth, (1, 2, 3)
-        yield "DeepSpeed, stage 3, 3 ranks", folder / "three", dsjob.make_source(Job(3), 3, folder / "three"), (1, 3)
+        one, three, offload = (folder / name for name in ("one", "three", "offload"))
+        yield "DeepSpeed, stage 3, 3 ranks", three, dsjob.make_source(Job(3), 3, three), (1, 3)
+        if "--missing" not in sys.argv:
+            yield "DeepSpeed, stage 1, 1 rank", one, dsjob.make_source(Job(1), 1, one), (1, 2)
+        truth = dsjob.make_source(Job(2, offload=True), 3, offload)
+        yield "DeepSpeed, stage 2, CPUAdam, 3 ranks", offload, truth, (2,)
 
     with tempfile.TemporaryDirectory() as scratch:
         for source, path, truth, stages in trained(Path(scratch)):
@@ -219,7 +219,7 @@ def _zero_writer(stage: int) -> Any:
 # --- Megatron and Hugging Face ----------------------------------------------------------------------------------------
 
 MEGATRON = {  # layouts, by place of the source: in the collection, or among the golden checkpoints
-    "golden/fr_tp2pp2": ("tp=1,dp=3", "tp=4"),
+    "golden/fr_tp2pp2": ("tp=1,dp=3",),
     "golden/lg_dist_tied_pp2_dp2": ("tp=2",),
     "golden/lg_moe_tp2ep2": ("tp=1,ep=1", "dp=2,ep=2"),
     "megatron/td016_dpr_tp1pp1dp2": ("tp=2,pp=2",),

@@ -298,6 +298,9 @@ def test_a_scheduler_in_a_list_is_read_back_as_the_scheduler(tmp_path: Path):
     saved = torch.load(tmp_path / "f.pt", weights_only=True)
     assert saved["lr_scheduler"] == scheduler
     assert saved["lr_schedulers"] == {"1": {"gamma": 0.5}}
-    found = open_checkpoint(tmp_path / "f.pt")
-    assert found.state.scheduler == scheduler
-    found.close()
+    carry_out(lay_out_dcp(source_of(checkpoint)), checkpoint, tmp_path / "dcp")
+    for written in (tmp_path / "f.pt", tmp_path / "dcp"):
+        found = open_checkpoint(written)
+        assert found.state.scheduler == scheduler
+        assert found.state.objects["lr_schedulers.1.gamma"] == 0.5
+        found.close()

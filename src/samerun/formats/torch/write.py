@@ -30,8 +30,9 @@ def lay_out(source: WriteSource, layout: Layout | None = None) -> DestinationPla
     optimizer = plan_optimizer(state)
     carried = carry_objects(state, numpy=False)
     sections = carried.sections
-    if carried.scheduler is not None:  # before everything else: the first that looks like one is taken for it
-        sections = _scheduler_first(sections, carried.scheduler.split("."))
+    if carried.scheduler in sections:  # before everything else: the first that looks like a scheduler is taken for it
+        rest = {name: value for name, value in sections.items() if name != carried.scheduler}
+        sections = {SCHEDULER: sections[carried.scheduler], **rest}
     tree: dict[str, Any] = {}
     for name, section in (
         (MODEL, write_model(state, Role.PARAM, Role.BUFFER)),
@@ -54,31 +55,6 @@ def lay_out(source: WriteSource, layout: Layout | None = None) -> DestinationPla
         dropped={**carried.dropped, **optimizer.dropped},
         problems=(*carried.problems, *optimizer.problems, *misplaced, *check_positions(state)),
     )
-
-
-def _scheduler_first(sections: Mapping[str, Any], path: list[str]) -> dict[str, Any]:
-    """Puts the scheduler at the front under its own name. It may lie in a list (`lr_schedulers.0`); others stay there.
-
-    A list that had one scheduler is gone then.
-    """
-    first, rest = path[0], path[1:]
-    node: Any = sections.get(first)
-    for part in rest:
-        node = node.get(part) if isinstance(node, Mapping) else None
-    if not isinstance(node, Mapping):
-        return dict(sections)
-    left = {name: value for name, value in sections.items() if name != first}
-    if rest and (others := _without(sections[first], rest)):
-        left = {first: others, **left}
-    return {SCHEDULER: node, **left}
-
-
-def _without(node: Mapping[str, Any], path: list[str]) -> dict[str, Any]:
-    kept = dict(node)
-    inner = kept.pop(path[0])
-    if len(path) > 1 and (left := _without(inner, path[1:])):
-        kept[path[0]] = left
-    return kept
 
 
 def _place_in_slots(
