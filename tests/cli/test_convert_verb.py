@@ -120,3 +120,10 @@ def test_no_framework_is_imported(source: Path, tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip().endswith("[]")
+
+
+def test_options_that_are_for_some_formats_only(source: Path, tmp_path: Path) -> None:
+    for more in (["--to", "dcp", "--stage", "2"], ["--to", "zero", "--masters", "params"]):
+        code, out = run(source, tmp_path / "dest", *more)
+        assert (code, out) == (2, "")
+    assert not (tmp_path / "dest").exists()

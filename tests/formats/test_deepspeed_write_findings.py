@@ -99,6 +99,18 @@ def test_a_run_without_any_optimizer_state_keeps_its_groups() -> None:
     assert errors(plan_of(lay_out_zero, state_of(tensors), Layout(dp_shard=2))) == []
 
 
+def test_roles_that_the_source_does_not_say_are_the_user_s() -> None:
+    state = state_of(tensors_of(**{"buffer:scale": ((3,), "float32"), "buffer:seen": ((), "int64")}))
+    assert errors(plan_of(lay_out_zero, state, Layout(dp_shard=2))) == []
+    unsure = {key: replace(entry, role_inferred=entry.key.role is Role.BUFFER) for key, entry in state.tensors.items()}
+    plan = plan_of(lay_out_zero, replace(state, tensors=unsure), Layout(dp_shard=2))
+    (found,) = [problem for problem in plan.problems if problem.code == "SR-DSW-ROLE"]
+    assert found.severity == "error"
+    assert "buffer:scale" in found.message
+    assert "seen" not in found.message  # no parameter is an integer
+    assert "SR-DSW-ROLE" not in errors(plan_of(lay_out_universal, replace(state, tensors=unsure)))
+
+
 @pytest.mark.parametrize("lay_out", WRITERS)
 def test_a_slot_that_one_parameter_lacks_is_zero(lay_out: Any) -> None:
     tensors = tensors_of()

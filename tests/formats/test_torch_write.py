@@ -252,7 +252,7 @@ def test_state_without_a_group_is_found(lay: Any):
 @pytest.mark.parametrize("lay", [lay_out, lay_out_dcp])
 def test_masters_that_torch_does_not_look_at_are_named(lay: Any):
     checkpoint = made({"param:w": weights(3), "master:w": weights(3), "optim.exp_avg:w": weights(3)})
-    assert codes(checkpoint.state, lay)["SR-WRITE-MASTERS"] is Severity.WARNING
+    assert codes(checkpoint.state, lay)["SR-WRITE-MASTERS"] is Severity.ERROR
     assert "SR-WRITE-MASTERS" not in codes(adam_state(), lay)
 
 
@@ -287,3 +287,20 @@ def test_real_checkpoints_hold_their_truth(name: str, tmp_path: Path):
         fqn, _, slot = rest.rpartition(".")
         tensor = saved["model"][rest] if section == "model" else saved["optimizer"]["state"][numbers[fqn]][slot]
         assert as_numpy(tensor).tobytes() == value.astype(as_numpy(tensor).dtype).tobytes(), label
+
+
+def test_a_scheduler_in_a_list_is_read_back_as_the_scheduler(tmp_path: Path):
+    scheduler = {"base_lrs": [0.1, 0.2], "last_epoch": 5}
+    objects = {f"lr_schedulers.0.{name}": value for name, value in scheduler.items()}
+    objects |= {"lr_schedulers.1.gamma": 0.5, "epoch": 1}
+    checkpoint = made({"param:w": weights(3)}, scheduler=scheduler, objects=objects)
+    carry_out(lay_out(source_of(checkpoint)), checkpoint, tmp_path / "f.pt")
+    saved = torch.load(tmp_path / "f.pt", weights_only=True)
+    assert saved["lr_scheduler"] == scheduler
+    assert saved["lr_schedulers"] == {"1": {"gamma": 0.5}}
+    carry_out(lay_out_dcp(source_of(checkpoint)), checkpoint, tmp_path / "dcp")
+    for written in (tmp_path / "f.pt", tmp_path / "dcp"):
+        found = open_checkpoint(written)
+        assert found.state.scheduler == scheduler
+        assert found.state.objects["lr_schedulers.1.gamma"] == 0.5
+        found.close()

@@ -65,7 +65,7 @@ def test_a_url_on_the_command_line(tmp_path: Path) -> None:
     command = [sys.executable, *CONVERT, url, str(dest), "--to", "safetensors"]
     assert subprocess.run(command, env=clean(), capture_output=True, timeout=120).returncode == 0
     assert json.loads((dest / "samerun-proof.json").read_text())["source"]["path"] == url
-    command[-3] = "memory://dest"
+    command[-3] = f"file://{dest}-2"
     refused = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=120)
     assert refused.returncode == 2
     assert "SR-REMOTE-DEST" in refused.stderr

@@ -255,13 +255,6 @@ def test_urls_that_lead_nowhere(bucket: str, monkeypatch: pytest.MonkeyPatch) ->
     assert [is_url(text) for text in ("file:///x", "s3://b/k", "C:/x", "/x", "x")] == [True, True, False, False, False]
 
 
-def test_a_destination_at_a_url(bucket: str, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(write_export(tmp_path / "ckpt"))
-    with pytest.raises(UsageError, match="SR-REMOTE-DEST"):
-        convert(checkpoint, f"{bucket}/dest", to="safetensors")
-    checkpoint.close()
-
-
 def test_a_file_url_and_a_single_file(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "statedict" / "torch", tmp_path / "torch")
     for name in ("zip.pt", "legacy.pt"):

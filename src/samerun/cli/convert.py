@@ -35,8 +35,11 @@ _FILES_SHOWN = 20
 @click.option("--threads", type=click.IntRange(1, 256), help="Copies at once; as many as cores by default.")
 @click.option("--max-shard", metavar="SIZE", help="safetensors, huggingface: the most that one file holds.")
 @click.option("--flavour", metavar="F", help="huggingface: for trainer, accelerate, or both (the default).")
+@click.option("--masters", type=click.Choice(["params", "slots", "drop"]), help="Where fp32 masters go.")
+@click.option("--stage", type=click.IntRange(1, 3), help="zero: the stage of the job that loads it.")
 @click.option("--format", "format_name", metavar="F", help="Read SRC as this format.")
 @click.option("--rank-timeout", default=120.0, show_default=True, metavar="S", help="Under torchrun: patience.")
+@click.option("--meeting", "meeting_dir", metavar="DIR", help="Under torchrun, into a store: where ranks meet.")
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
@@ -51,8 +54,11 @@ def command(
     threads: int | None,
     max_shard: str | None,
     flavour: str | None,
+    masters: str | None,
+    stage: int | None,
     format_name: str | None,
     rank_timeout: float,
+    meeting_dir: str | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -61,6 +67,8 @@ def command(
     SRC is only read. DEST appears whole, read back and proved, or not at all; the
     proof lies in it. A conversion that was killed goes on when it is run again.
     Under torchrun, the processes of the launch share the work.
+
+    DEST may be a URL (s3://bucket/name): a marker is then removed when it is whole.
 
     \b
     samerun convert ckpt/step-1200 moved --to dcp
@@ -71,7 +79,7 @@ def command(
     from pathlib import Path
 
     from samerun.cli.output import emit_json
-    from samerun.convert.convert import carry_out, prepare, require_local
+    from samerun.convert.convert import carry_out, prepare
     from samerun.convert.together import carry_out_together, meet
     from samerun.execute.engine import Settings
     from samerun.execute.ranks import parse_launch
@@ -82,16 +90,15 @@ def command(
 
     settings = Settings(_parse_size("--memory-budget", memory_budget), threads or min(8, os.cpu_count() or 1))
     wanted = dict(_parse_dtype(text) for text in dtypes)
-    writer = _writer(to, max_shard, flavour)
+    writer = _writer(to, max_shard, flavour, stage)
     launch = parse_launch(os.environ)
     first = launch is None or launch.rank == 0
     if dry_run and not first:
         return
-    require_local(dest)
     with ExitStack() as stack:
         cancel, meeting = Event(), None
         if launch is not None and not dry_run:
-            meeting = stack.enter_context(meet(launch, Path(src), Path(dest), cancel, rank_timeout))
+            meeting = stack.enter_context(meet(launch, Path(src), dest, cancel, rank_timeout, meeting_dir))
         checkpoint = open_checkpoint(src, format_name)
         stack.callback(checkpoint.close)
         names = None if map_file is None else read_name_map(map_file, checkpoint.state)
@@ -107,6 +114,7 @@ def command(
             original=checkpoint,
             writer=writer,
             payloads=first,
+            masters=masters,
         )
         if dry_run:
             if as_json:
@@ -163,8 +171,12 @@ def _parse_layout(text: str | None, source: Layout | None) -> Layout | None:
         raise _usage("SR-USAGE-LAYOUT", str(error), "a layout looks like dp_shard=4,tp=2 or dp=10") from None
 
 
-def _writer(to: str, max_shard: str | None, flavour: str | None) -> Writer | None:
+def _writer(to: str, max_shard: str | None, flavour: str | None, stage: int | None) -> Writer | None:
     options: dict[str, Any] = {}
+    if stage is not None:
+        if to != "zero":
+            raise _usage("SR-USAGE-OPTION", "--stage is for zero only", "a universal checkpoint loads at every stage")
+        options["stage"] = stage
     if max_shard is not None:
         if to not in ("safetensors", "huggingface"):
             raise _usage("SR-USAGE-OPTION", "--max-shard is for safetensors and huggingface only", "leave it out")

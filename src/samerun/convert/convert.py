@@ -20,6 +20,7 @@ import numpy as np
 
 from samerun import __version__
 from samerun.convert.dtypes import RecastCheckpoint, plan_dtypes
+from samerun.convert.masters import settle_masters
 from samerun.convert.objects import settle_objects
 from samerun.convert.prove import Claim, Evidence, prove_equal
 from samerun.core.dtype import DType
@@ -45,6 +46,7 @@ from samerun.execute.plan import ConversionPlan
 from samerun.execute.planner import plan_conversion
 from samerun.formats.base import Array, Checkpoint, Inspectable, WriteSource
 from samerun.formats.detect import open_checkpoint
+from samerun.stores.destination import StoredPlace
 from samerun.stores.local import TreeFingerprint, compare_trees, fingerprint_tree
 from samerun.stores.remote import is_url, original_name
 from samerun.verify.structure import inspect_checkpoint
@@ -68,7 +70,7 @@ class Prepared:
     source: Checkpoint
     view: Checkpoint
     plan: ConversionPlan
-    place: Path
+    place: Path | StoredPlace
     to: str
     layout: Layout | None
     trees: tuple[TreeFingerprint, ...]
@@ -79,13 +81,13 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """A destination that is there and proved. `proof` is where the proof lies."""
+    """A destination that is there and proved. `proof` is where the proof lies. Both are URLs in a store."""
 
-    dest: Path
+    dest: Path | str
     bytes_read: int
     bytes_written: int
     seconds: float
-    proof: Path
+    proof: Path | str
     state: str
     problems: tuple[Problem, ...]
 
@@ -133,12 +135,13 @@ def prepare(
     original: Checkpoint | None = None,
     writer: Writer | None = None,
     payloads: bool = True,
+    masters: str | None = None,
 ) -> Prepared:
     """Plans a conversion and refuses whatever stands against it. Writes nothing.
 
     Args:
         source: the opened checkpoint, or anything that looks like one (under other names, say).
-        dest: the path of the destination, which may not exist.
+        dest: the path of the destination, or its URL in a store; nothing may be there.
         to: the format to write.
         layout: the layout to write for, where the format is written for one.
         allow: codes of blocking findings that the user accepts.
@@ -147,6 +150,7 @@ def prepare(
         given: the path that the user named, where the checkpoint lies below it.
         original: the checkpoint as its reader opened it, where `source` is a view of one: what is checked of a source.
         writer: lays out the destination; that of the format `to` by default.
+        masters: where fp32 masters go that the format has no place for: see `samerun.convert.masters`.
         payloads: whether to compare stored bytes with the checksums recorded beside them; one of several processes
             does it for all.
 
@@ -155,11 +159,13 @@ def prepare(
         UndecidedError: if findings block that were not allowed; every one is listed.
         PlanError: if the plan is not right: a defect of the writer, or values that the source lacks.
     """
-    require_local(dest)
-    place = require_places(given or source.path, Path(dest))
-    require_places(source.path, Path(dest))
+    place = _require_place(dest, given or source.path, source.path)
     lay_out = writer or load_writer(to)
     original, source = original or source, adapt_source(source, to)
+    said: tuple[Problem, ...] = ()
+    if masters is not None:
+        source, said = settle_masters(source, masters, to)
+        allow = {*allow, "SR-WRITE-MASTERS"}
     dtypes = plan_dtypes(source.state, dtype) if dtype else {}
     trees = fingerprint_source(source.path, ())
     found = list(inspect_checkpoint(original).problems)
@@ -188,9 +194,12 @@ def prepare(
     if changed := compare_trees(before[0], trees[0]):
         raise StalePlan(changed)
     plan = replace(plan, source_fingerprint=_combined(trees))
-    decisions += require_decided(_check_space(place, plan.bytes_written), allow)
+    if isinstance(place, StoredPlace):
+        place.single_file = destination.single_file
+    else:
+        decisions += require_decided(_check_space(place, plan.bytes_written), allow)
     notes = [problem for problem in found if problem.severity is Severity.WARNING]
-    notes = [problem for problem in (*kept, *destination.problems, *notes) if problem not in decisions]
+    notes = [problem for problem in (*said, *kept, *destination.problems, *notes) if problem not in decisions]
     return Prepared(
         source=source,
         view=view,
@@ -205,17 +214,14 @@ def prepare(
     )
 
 
-def require_local(dest: str | os.PathLike[str]) -> None:
-    """Raises UsageError for a destination that is a URL."""
+def _require_place(dest: str | os.PathLike[str], *sources: Path) -> Path | StoredPlace:
+    """Returns where the destination is to lie. Raises UsageError if it cannot be there."""
     if is_url(dest):
-        raise UsageError(
-            Problem(
-                "SR-REMOTE-DEST",
-                "a destination is written on a file system, which can rename what is whole",
-                where={"file": str(dest)},
-                hint="convert onto a disk, and copy the directory to the store, samerun-proof.json last",
-            )
-        )
+        from samerun.convert.stored import require_stored
+
+        return require_stored(str(dest), original_name(sources[-1].resolve()))
+    places = [require_places(source, Path(dest)) for source in sources]
+    return places[0]
 
 
 def load_writer(to: str) -> Writer:
@@ -337,6 +343,10 @@ def carry_out(
     """
     started = time.monotonic()
     settings, cancel = settings or Settings(), cancel or Event()
+    if isinstance(prepared.place, StoredPlace):
+        from samerun.convert.stored import carry_out_stored
+
+        return carry_out_stored(prepared, prepared.place, settings=settings, progress=progress, cancel=cancel)
     partial = open_place(prepared, settings)
     with building(prepared, partial):
         evidence = _build(prepared, partial, settings, progress, cancel)
@@ -346,10 +356,10 @@ def carry_out(
 
 def open_place(prepared: Prepared, settings: Settings, boots: Collection[str] = ()) -> Partial:
     """Opens where the destination is built. Raises UsageError if it cannot be built there. See `open_partial`."""
-    plan = prepared.plan
+    plan, place = prepared.plan, local_place(prepared)
     try:
         return open_partial(
-            prepared.place,
+            place,
             original_name(prepared.source.path.resolve()),
             plan.source_fingerprint,
             f"{plan.hash} {settings.tile_bytes}",
@@ -358,7 +368,14 @@ def open_place(prepared: Prepared, settings: Settings, boots: Collection[str] = 
             boots=boots,
         )
     except OSError as error:
-        raise UsageError(_cannot_build(prepared.place, error)) from error
+        raise UsageError(_cannot_build(place, error)) from error
+
+
+def local_place(prepared: Prepared) -> Path:
+    """Returns where the destination lies, on a file system."""
+    if isinstance(prepared.place, StoredPlace):
+        raise TypeError(f"{prepared.place} is in a store")
+    return prepared.place
 
 
 @contextmanager
@@ -373,9 +390,9 @@ def building(prepared: Prepared, partial: Partial | None) -> Generator[None]:
             partial.close()
         match error:
             case KeyboardInterrupt() | InterruptedError():
-                raise ExecutionError(_interrupted(prepared.place)) from error
+                raise ExecutionError(interrupted(local_place(prepared))) from error
             case OSError():
-                raise ExecutionError(_failed(prepared.place, error)) from error
+                raise ExecutionError(_failed(local_place(prepared), error)) from error
             case _:
                 raise
 
@@ -387,24 +404,29 @@ def commit(prepared: Prepared, partial: Partial, evidence: Evidence) -> None:
         VerificationError: if the evidence is against it.
         StalePlan: if the source changed meanwhile.
     """
+    require_proved(prepared, evidence)
+    partial.write_proof(make_proof(prepared, evidence, fingerprint_tree(partial.payload)))
+    partial.commit()
+
+
+def require_proved(prepared: Prepared, evidence: Evidence) -> None:
+    """Raises VerificationError if the evidence is against the destination, StalePlan if the source changed."""
     if has_errors(evidence.problems):
         raise VerificationError(evidence.problems)
     if changed := _changes(prepared):
         raise StalePlan(changed)
-    partial.write_proof(_proof(prepared, evidence, fingerprint_tree(partial.payload)))
-    partial.commit()
 
 
 def converted(prepared: Prepared, partial: Partial, evidence: Evidence, started: float) -> Converted:
     """Returns what was done; it is committed."""
-    plan = prepared.plan
+    plan, place = prepared.plan, local_place(prepared)
     single = plan.destination.single_file
     return Converted(
-        dest=prepared.place,
+        dest=place,
         bytes_read=plan.bytes_read,
         bytes_written=plan.bytes_written,
         seconds=time.monotonic() - started,
-        proof=proof_beside(prepared.place) if single else prepared.place / PROOF_NAME,
+        proof=proof_beside(place) if single else place / PROOF_NAME,
         state=evidence.state,
         problems=(*partial.notes, *prepared.problems, *evidence.problems),
     )
@@ -430,13 +452,16 @@ def _build(
 
 def read_back(
     prepared: Prepared,
-    payload: Path,
+    payload: Path | str,
     settings: Settings,
     progress: ProgressCallback | None,
     cancel: Event,
     share: tuple[int, int] = (0, 1),
 ) -> Evidence:
-    """Compares what was built, through each reader that is to open it, with the source; with `share` a part of it."""
+    """Compares what was built, through each reader that is to open it, with the source; with `share` a part of it.
+
+    `payload` is the URL of what lies in a store.
+    """
     destination = prepared.plan.destination
     evidence, *others = (
         _read_as(prepared, payload, format, settings, progress, cancel, share)
@@ -449,14 +474,14 @@ def read_back(
 
 def _read_as(
     prepared: Prepared,
-    payload: Path,
+    payload: Path | str,
     format: str,
     settings: Settings,
     progress: ProgressCallback | None,
     cancel: Event,
     share: tuple[int, int],
 ) -> Evidence:
-    destination = open_checkpoint(payload, format)
+    destination = open_checkpoint(payload, format, unfinished=True)
     try:
         return prove_equal(
             prepared.source,
@@ -493,7 +518,8 @@ def _changes(prepared: Prepared) -> list[Problem]:
     return [problem for a, b in zip(prepared.trees, after, strict=False) for problem in compare_trees(a, b)]
 
 
-def _proof(prepared: Prepared, evidence: Evidence, written: TreeFingerprint) -> dict[str, Any]:
+def make_proof(prepared: Prepared, evidence: Evidence, written: TreeFingerprint) -> dict[str, Any]:
+    """Returns the proof of a destination; `written` is its fingerprint without marker and proof."""
     plan, source = prepared.plan, prepared.source
     return {
         "schema": PROOF_SCHEMA,
@@ -531,7 +557,7 @@ def _cannot_build(place: Path, error: OSError) -> Problem:
     )
 
 
-def _interrupted(place: Path) -> Problem:
+def interrupted(place: Path | StoredPlace) -> Problem:
     return Problem(
         "SR-CONVERT-INTERRUPTED",
         "the conversion was interrupted; the source is untouched and no destination is visible",

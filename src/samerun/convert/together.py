@@ -11,23 +11,48 @@ from typing import Any
 
 from samerun.convert.convert import Converted, Prepared, building, commit, converted, open_place, read_back
 from samerun.convert.prove import Evidence, ProvedTensor
-from samerun.errors import PlanError, Problem, Severity, VerificationError, has_errors
+from samerun.errors import PlanError, Problem, Severity, UsageError, VerificationError, has_errors
 from samerun.execute.engine import Execution, Progress, ProgressCallback, Settings
 from samerun.execute.journal import Journal, boot_id
 from samerun.execute.meeting import DEFAULT_TIMEOUT_SECONDS, Meeting
 from samerun.execute.partial import Partial, meeting_place, require_places
 from samerun.execute.ranks import Launch, divide
+from samerun.stores.destination import StoredPlace
+from samerun.stores.remote import is_url
 
 
 def meet(
-    launch: Launch, source: Path, dest: Path, cancel: Event, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    launch: Launch,
+    source: Path,
+    dest: str | Path,
+    cancel: Event,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    folder: str | None = None,
 ) -> Meeting:
     """Returns the context in which the processes of a launch convert together. Every one of them calls this.
 
+    They meet beside the destination, or in `folder`, which a destination in a store needs.
+
     Raises:
-        UsageError: for a destination that cannot be.
+        UsageError: for a destination that cannot be, or a folder that is missing.
     """
-    return Meeting(meeting_place(require_places(source, dest)), launch, timeout_seconds, cancel)
+    if folder is not None or is_url(dest):
+        place = meeting_folder(folder, str(dest))
+    else:
+        place = meeting_place(require_places(source, Path(dest)))
+    return Meeting(place, launch, timeout_seconds, cancel)
+
+
+def meeting_folder(folder: str | None, dest: str) -> Path:
+    """Returns the directory in which the processes meet that build this destination, inside the one that was given.
+
+    Raises:
+        UsageError: if none was given, or it is none.
+    """
+    if folder is None or not Path(folder).is_dir():
+        raise UsageError(_no_meeting(folder, dest))
+    name = dest.rstrip("/").rpartition("/")[2]
+    return Path(folder).resolve() / f".{name}.samerun-ranks"
 
 
 def carry_out_together(
@@ -47,15 +72,19 @@ def carry_out_together(
         LaunchFailed: if another rank failed or is gone; no destination is visible then.
         SamerunError: as `carry_out` does.
     """
-    started = time.monotonic()
-    settings = _agree(prepared, meeting, settings or Settings())
+    started, settings = time.monotonic(), settings or Settings()
+    if isinstance(prepared.place, StoredPlace):
+        from samerun.convert.stored import carry_out_stored_together
+
+        return carry_out_stored_together(prepared, prepared.place, meeting, settings=settings, progress=progress)
+    settings = agree(prepared, meeting, settings)
     steps = _Together(prepared, meeting, settings, progress)
     if not meeting.first:
-        with building(prepared, None), _told(meeting):
+        with building(prepared, None), told(meeting):
             steps.follow()
         return None
     partial = open_place(prepared, settings, [str(hello["boot"]) for hello in meeting.hellos])
-    with building(prepared, partial), _told(meeting):
+    with building(prepared, partial), told(meeting):
         evidence = steps.lead(partial)
         commit(prepared, partial, evidence)
     done = converted(prepared, partial, evidence, started)
@@ -64,7 +93,7 @@ def carry_out_together(
     return done
 
 
-def _agree(prepared: Prepared, meeting: Meeting, settings: Settings) -> Settings:
+def agree(prepared: Prepared, meeting: Meeting, settings: Settings) -> Settings:
     """Returns settings with which every rank cuts the plan into the same units."""
     mine = {"plan": prepared.plan.hash, "tile_bytes": settings.tile_bytes}
     said = meeting.exchange("plan", mine)
@@ -74,7 +103,7 @@ def _agree(prepared: Prepared, meeting: Meeting, settings: Settings) -> Settings
     return replace(settings, agreed_tile_bytes=min(int(one["tile_bytes"]) for one in said))
 
 
-class _told:
+class told:
     """Turns an interruption that another rank's failure caused into that failure."""
 
     def __init__(self, meeting: Meeting) -> None:
@@ -118,7 +147,7 @@ class _Together:
         partial.journal.stage("written")
         meeting.tell("prove", {})
         mine = self.evidence(partial.payload)
-        evidence = _joined(mine, meeting.hear_all("proved", {}))
+        evidence = join_evidence(mine, meeting.hear_all("proved", {}))
         meeting.check()
         return evidence
 
@@ -140,7 +169,7 @@ class _Together:
         meeting.say("written", {})
         meeting.hear("prove")
         found = self.evidence(payload)
-        meeting.say("proved", _to_json(found))
+        meeting.say("proved", evidence_to_json(found))
         meeting.hear("committed")
 
     def execution(self, payload: Path, journal: Journal, partial: Partial | None) -> Execution:
@@ -168,12 +197,13 @@ class _Together:
 # --- evidence as messages -----------------------------------------------------------------------------------------
 
 
-def _to_json(evidence: Evidence) -> dict[str, Any]:
+def evidence_to_json(evidence: Evidence) -> dict[str, Any]:
+    """Returns evidence as a message to rank 0."""
     tensors = [[t.key, t.saved, t.digest, t.dtype, list(t.shape), t.cast_from] for t in evidence.tensors]
     return {"tensors": tensors, "problems": [problem.to_json() for problem in evidence.problems]}
 
 
-def _joined(mine: Evidence, said: list[dict[str, Any]]) -> Evidence:
+def join_evidence(mine: Evidence, said: list[dict[str, Any]]) -> Evidence:
     """Returns the evidence of all ranks, in the order of the plan.
 
     Raises:
@@ -207,6 +237,17 @@ def _plans_differ(plans: list[str]) -> Problem:
         found=plans[other],
         hint="they were given different options, run different versions of samerun or NumPy, or do not see the same "
         "source: the same files, with the same times, at the same path",
+    )
+
+
+def _no_meeting(folder: str | None, dest: str) -> Problem:
+    return Problem(
+        "SR-LAUNCH-MEETING",
+        "processes that write into a store together need a directory to meet in"
+        if folder is None
+        else "the directory for the processes to meet in is not there",
+        where={"file": folder or dest},
+        hint="--meeting DIR, on a file system that all of them see; only small messages lie there",
     )
 
 

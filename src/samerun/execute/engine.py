@@ -120,7 +120,7 @@ class Execution:
         plan: ConversionPlan,
         checkpoint: Checkpoint,
         root: Path,
-        journal: Journal,
+        journal: Journal | None,
         done: dict[int, list[Segment]],
         settings: Settings,
         cancel: Event,
@@ -171,7 +171,7 @@ class Execution:
         for number, file in enumerate(self.plan.destination.files):
             self.look()
             target = self.targets.get(self.paths[number])
-            summed = _sum_file(file, segments.get(number, []), self.work.cuts.get(number, ()))
+            summed = sum_file(file, segments.get(number, []), self.work.cuts.get(number, ()))
             for checksum, value in summed:
                 for place in checksum.places:
                     write_all(target, value.to_bytes(4, "little"), place)
@@ -197,7 +197,8 @@ class Execution:
                 return None
             try:
                 segments = self.write_unit(units[number])
-                self.journal.unit(number, segments)
+                if self.journal is not None:
+                    self.journal.unit(number, segments)
             except BaseException as error:
                 failed.append(error)
                 return None
@@ -325,7 +326,7 @@ class Execution:
             return found.astype(dtype).reshape(size)
 
 
-def _sum_file(file: FilePlan, written: list[tuple[int, int, int]], cuts: tuple[int, ...]) -> list[tuple[Checksum, int]]:
+def sum_file(file: FilePlan, written: list[tuple[int, int, int]], cuts: tuple[int, ...]) -> list[tuple[Checksum, int]]:
     """Returns the value of each checksum of a file, joined from those of its parts."""
     if not file.checksums:
         return []

@@ -81,7 +81,7 @@ class Meeting:
         self.failure: LaunchFailed | None = None
         self.hellos: list[Body] = []
         self.on_beat: Callable[[], None] | None = None
-        self._me = {**_who(), "nonce": secrets.token_hex(8), "world_size": launch.world_size, "key": launch.key}
+        self._me = {**who(), "nonce": secrets.token_hex(8), "world_size": launch.world_size, "key": launch.key}
         self._seen: dict[int, _Seen] = {}
         self._stage: Body = {}
         self._lock = -1
@@ -332,13 +332,20 @@ def _read(path: Path) -> Body | None:
     return body if isinstance(body, dict) and body.get("whole") else None
 
 
-def _who() -> Body:
+def who() -> Body:
     """Returns what tells this process from others, here and on other machines."""
     me: Body = {"host": platform.node(), "boot": boot_id(), "pids": "", "pid": os.getpid(), "started": ""}
     with suppress(OSError):
         if started := _started(os.getpid()):
             me |= {"pids": os.readlink(_PIDS), "started": started}
     return me
+
+
+def is_running(hello: Mapping[str, Any]) -> bool:
+    """Whether a process is one of this machine that lives; False where that cannot be told."""
+    mine = who()
+    here = bool(hello.get("pids")) and (hello.get("boot"), hello.get("pids")) == (mine["boot"], mine["pids"])
+    return here and _started(int(hello["pid"])) == hello.get("started")
 
 
 def _started(pid: int) -> str | None:
@@ -352,7 +359,7 @@ def _started(pid: int) -> str | None:
 
 def _is_gone(hello: Body) -> bool:
     """Whether a process of this machine has ended; False where that cannot be told."""
-    mine = _who()
+    mine = who()
     here = bool(hello["pids"]) and (hello["boot"], hello["pids"]) == (mine["boot"], mine["pids"])
     return here and _started(int(hello["pid"])) != hello["started"]
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samerun.errors import CorruptCheckpoint, FormatError, Problem, UnsupportedVersion, UsageError
-from samerun.stores.remote import RemoteView, is_url
+from samerun.stores.destination import incomplete_marker
+from samerun.stores.remote import RemoteView, is_url, not_whole, original_name
 
 if TYPE_CHECKING:
     from samerun.formats.base import Checkpoint
@@ -144,20 +145,22 @@ _RESEMBLES = (
 )
 
 
-def open_checkpoint(path: str | os.PathLike[str], format: str | None = None) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], format: str | None = None, *, unfinished: bool = False) -> Checkpoint:
     """Opens a checkpoint, read-only and lazily. A path may be a URL that fsspec understands.
 
     A directory that holds one checkpoint somewhere below it, or a tracker that names one, leads to that one.
+    `unfinished` is for the conversion that reads back what it writes into a store.
 
     Raises:
         UsageError: if nothing is there, or several checkpoints are and no tracker says which.
         FormatError: if it is no checkpoint that can be read; the message says what was looked for.
+        CorruptCheckpoint: if a conversion that writes it has not ended.
     """
     if format is not None and format not in FORMATS:
         raise UsageError(_unknown_format(format))
     if is_url(path):
-        return _open_remote(str(path), format)
-    return _open_local(Path(path), format)
+        return _open_remote(str(path), format, unfinished=unfinished)
+    return _open_local(Path(path), format, unfinished=unfinished)
 
 
 def recognise(path: Path) -> str | None:
@@ -180,11 +183,11 @@ def find_checkpoints(root: Path) -> list[Path]:
     return sorted({*_search(root, _DEPTH, READERS), *_single_files(root, READERS)}, key=_natural)
 
 
-def _open_remote(url: str, format: str | None) -> Checkpoint:
+def _open_remote(url: str, format: str | None, *, unfinished: bool) -> Checkpoint:
     """Opens what lies at a URL; closing the checkpoint removes what was fetched of it."""
     view = RemoteView(url)
     try:
-        checkpoint = _open_local(view.path, format)
+        checkpoint = _open_local(view.path, format, unfinished=unfinished)
     except BaseException:
         view.close()
         raise
@@ -199,13 +202,17 @@ def _open_remote(url: str, format: str | None) -> Checkpoint:
     return checkpoint
 
 
-def _open_local(root: Path, format: str | None) -> Checkpoint:
+def _open_local(root: Path, format: str | None, *, unfinished: bool) -> Checkpoint:
     if not os.path.lexists(root):
         raise UsageError(_nothing_there(root))
     if root.name == ".metadata" and root.is_file():
         root = root.parent
     readers = tuple(reader for reader in READERS if format in (None, reader.name))
+    if not unfinished:
+        _require_whole(root)
     found = _locate(root, readers)
+    if not unfinished and found != root:
+        _require_whole(found)
     for reader in readers:
         why = _recognises(reader, found)
         if why:
@@ -214,6 +221,12 @@ def _open_local(root: Path, format: str | None) -> Checkpoint:
             checkpoint.state = replace(checkpoint.state, written_by=known)
             return checkpoint
     raise _no_checkpoint(found)
+
+
+def _require_whole(path: Path) -> None:
+    """Raises CorruptCheckpoint for what a conversion into a store has begun and not ended, wherever it lies now."""
+    if (marker := incomplete_marker(path)) is not None:
+        raise CorruptCheckpoint(not_whole(original_name(path), marker.name))
 
 
 def _locate(root: Path, readers: tuple[Reader, ...]) -> Path:

@@ -71,7 +71,18 @@ class MappedCheckpoint:
             old = self.source.state.tensors[tensor.sources[0]]
             tiling, self._pieces[text] = self._tile(tensor)
             aliases = tuple(new for alias in old.aliases for new in self.names.rename(alias) if new != tensor.key.fqn)
-            yield text, replace(old, key=tensor.key, shape=tensor.shape, tiling=tiling, aliases=aliases)
+            inferred = old.role_inferred and old.key.role is tensor.key.role  # a rule that changes it says what it is
+            yield (
+                text,
+                replace(
+                    old,
+                    key=tensor.key,
+                    shape=tensor.shape,
+                    tiling=tiling,
+                    aliases=aliases,
+                    role_inferred=inferred,
+                ),
+            )
 
     def _tile(self, tensor: MappedTensor) -> tuple[Tiling, _Pieces]:
         offsets: list[Columns] = []

@@ -282,6 +282,9 @@ class Convert(Section):
         None, description="Name map: a file, relative to the manifest, or the name of a shipped one."
     )
     dtype: dict[str, str] = Field(default_factory=dict[str, str], description="Element types by role, to be changed.")
+    masters: Literal["params", "slots", "drop"] | None = Field(
+        None, description="Where fp32 masters go that the format has no place for."
+    )
     allow: tuple[str, ...] = Field((), description="Codes of blocking findings that are accepted, each a decision.")
 
     @field_validator("dtype")

@@ -227,7 +227,14 @@ def run_convert(work: Work, plan: MigrationPlan) -> StageResult:
             view = opened if wanted.map is None else work.open_for(CONVERT)
             dtypes = {role: parse_dtype(name) for role, name in wanted.dtype.items()}
             prepared = prepare(
-                view, place, to=wanted.to, layout=layout, allow=wanted.allow, dtype=dtypes, original=opened
+                view,
+                place,
+                to=wanted.to,
+                layout=layout,
+                allow=wanted.allow,
+                dtype=dtypes,
+                original=opened,
+                masters=wanted.masters,
             )
             done = carry_out(prepared)
         finally:
@@ -238,7 +245,7 @@ def run_convert(work: Work, plan: MigrationPlan) -> StageResult:
     write_fingerprint(folder / FINGERPRINT, fingerprint_tree(place))
     body = done.to_json()
     measured = {name: body[name] for name in ("bytes_read", "bytes_written", "seconds", "state")}
-    places = {"checkpoint": place.name, "proof": done.proof.name, "format": wanted.to}
+    places = {"checkpoint": place.name, "proof": Path(done.proof).name, "format": wanted.to}
     return clock.result(CONVERT, done.problems, measured | places)
 
 

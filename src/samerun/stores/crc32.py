@@ -16,6 +16,8 @@ from platform import machine
 
 import numpy as np
 
+from samerun.stores.guard import guard_maps
+
 _SMALLEST_FOLD_BYTES = 32 << 10
 _COMPILED_FROM_BYTES = 64 << 20  # summed by zlib so far: before, loading the compiler costs more than it saves
 _BLOCK = 64
@@ -83,6 +85,8 @@ def crc32(data: bytes | bytearray | memoryview | mmap.mmap, value: int = 0) -> i
     True
     """
     view = memoryview(data)
+    if view.nbytes >= _SMALLEST_FOLD_BYTES and isinstance(view.obj, mmap.mmap):
+        guard_maps()
     fold = _worthwhile(view.nbytes)
     if fold is None:
         return zlib.crc32(view, value)

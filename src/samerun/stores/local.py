@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samerun.errors import CorruptCheckpoint, Problem
+from samerun.stores.guard import watch_map
 from samerun.stores.remote import Buffer, RemoteFile, RemoteView, content_key, find_remote, find_view
 
 SMALL_FILE_BYTES = 1 << 20
@@ -111,7 +112,9 @@ def _map_file(path: Path) -> mmap.mmap | bytes:
     try:
         if os.fstat(descriptor).st_size == 0:
             return b""
-        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        watch_map(mapped, path)
+        return mapped
     finally:
         os.close(descriptor)
 

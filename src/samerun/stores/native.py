@@ -12,7 +12,7 @@ from functools import cache
 from threading import Lock
 from typing import Any
 
-_compiling = Lock()
+compiling = Lock()  # held by whoever compiles
 
 
 def compile_loop(text: str, num_arguments: int) -> Callable[..., int]:
@@ -21,7 +21,7 @@ def compile_loop(text: str, num_arguments: int) -> Callable[..., int]:
     It returns an unsigned 64-bit integer, and other threads run while it does. Compiled once per text; threads that
     need the same one wait for it.
     """
-    with _compiling:
+    with compiling:
         return _compile(text, num_arguments)[1]
 
 
@@ -30,9 +30,17 @@ def _compile(text: str, num_arguments: int) -> tuple[Any, Callable[..., int]]:
     """Returns the engine, which owns the machine code, and the function."""
     import llvmlite.binding as llvm
 
+    engine = make_engine(llvm.parse_assembly(text))
+    kind = ctypes.CFUNCTYPE(ctypes.c_uint64, *[ctypes.c_uint64] * num_arguments)
+    return engine, kind(engine.get_function_address("loop"))
+
+
+def make_engine(module: Any) -> Any:
+    """Compiles a parsed module for this processor. The engine that is returned owns the machine code."""
+    import llvmlite.binding as llvm
+
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    module = llvm.parse_assembly(text)
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, jit=True
     )
@@ -40,8 +48,7 @@ def _compile(text: str, num_arguments: int) -> tuple[Any, Callable[..., int]]:
     passes.getModulePassManager().run(module, passes)
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
-    kind = ctypes.CFUNCTYPE(ctypes.c_uint64, *[ctypes.c_uint64] * num_arguments)
-    return engine, kind(engine.get_function_address("loop"))
+    return engine
 
 
 @cache

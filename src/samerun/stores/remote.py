@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -26,6 +26,7 @@ from typing import Any
 
 from samerun.errors import CorruptCheckpoint, ExecutionError, Problem, UsageError
 
+INCOMPLETE_NAME = "samerun-incomplete.json"  # of a destination in a store: it is not whole
 SMALL_FILE_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16
 BLOCK_BYTES = 256 << 10
@@ -190,6 +191,14 @@ class RemoteView:
             raise UsageError(_too_much(self.url, f"{total} bytes in small objects"))
         for name, entry in entries.items():
             self._place(name, entry.size_bytes)
+        if self._is_file:
+            self._place_marker()
+
+    def _place_marker(self) -> None:
+        """Puts what says that a single object is not whole beside it, as it lies in the store."""
+        with suppress(FileNotFoundError):
+            content = self._store.cat_file(f"{self._root}.{INCOMPLETE_NAME}")
+            self.path.with_name(f"{self.path.name}.{INCOMPLETE_NAME}").write_bytes(content)
 
     def _place(self, name: str, size: int) -> None:
         remote = f"{self._root.rstrip('/')}/{name}" if not self._is_file else self._root
@@ -257,17 +266,29 @@ def _entry(info: Mapping[str, Any]) -> RemoteEntry:
     return RemoteEntry(int(info["size"]), modified, version)
 
 
-def _connect(url: str) -> tuple[Any, str, bool]:
+def connect(url: str) -> tuple[Any, str]:
+    """Returns fsspec's file system for a URL, and the path in it.
+
+    Raises:
+        UsageError: if there is no driver for it, or it cannot be set up.
+    """
     try:
         from fsspec.core import url_to_fs
     except ImportError:
         raise UsageError(_no_driver(url, "fsspec is not installed")) from None
     try:
-        store, root = url_to_fs(url)
+        return url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise UsageError(_no_driver(url, str(error))) from error
+
+
+def _connect(url: str) -> tuple[Any, str, bool]:
+    store, root = connect(url)
     with _translated(url):
+        store.invalidate_cache()  # drivers remember listings, and another process may write there
         if not store.exists(root):
+            if store.exists(f"{root}.{INCOMPLETE_NAME}"):
+                raise CorruptCheckpoint(not_whole(url, INCOMPLETE_NAME))
             raise FileNotFoundError(2, "nothing is there", url)
         return store, root, bool(store.isfile(root))
 
@@ -282,6 +303,17 @@ def _translated(url: str) -> Generator[None]:
         ) from None
     except OSError as error:
         raise UsageError(_no_driver(url, str(error) or type(error).__name__)) from error
+
+
+def not_whole(place: str, marker: str) -> Problem:
+    """Returns the finding for what a conversion into a store has begun and not ended."""
+    return Problem(
+        "SR-REMOTE-INCOMPLETE",
+        f"this destination of a conversion is not whole: {marker} lies there",
+        where={"file": place},
+        hint="the conversion still runs, or was killed: the same `samerun convert` command goes on with it. If it was "
+        "copied from the store meanwhile, copy it again after that",
+    )
 
 
 def _no_driver(url: str, why: str) -> Problem:

@@ -16,6 +16,7 @@ from samerun.core.digest import MASK, bits_of, box_runs, complex_as_two, digest_
 from samerun.core.dtype import DType
 from samerun.errors import CorruptCheckpoint, FormatError, Problem
 from samerun.formats.base import coverage_problems
+from samerun.stores.guard import guard_maps, require_whole_maps
 
 if TYPE_CHECKING:
     from samerun.core.state import TensorEntry
@@ -102,7 +103,17 @@ def read_piece_blocks(checkpoint: Checkpoint, key: str, piece: int) -> Iterator[
 
     Where the reader has to cast or rescale what is stored, it is read in blocks of some tens of MiB along the first
     dimension, so that it never lies in memory whole (a later replica of the same box does: `read` gives the first).
+
+    Raises:
+        CorruptCheckpoint: when going on, if a file was cut off: what was made of the values before does not count.
     """
+    guard_maps()
+    for found in _piece_blocks(checkpoint, key, piece):
+        yield found
+        require_whole_maps()
+
+
+def _piece_blocks(checkpoint: Checkpoint, key: str, piece: int) -> Iterator[tuple[tuple[int, ...], Array]]:
     entry = checkpoint.state.tensors[key]
     first, sizes = tuple(entry.tiling.offsets[piece].tolist()), tuple(entry.tiling.sizes[piece].tolist())
     num_bytes = math.prod(sizes) * entry.dtype.num_bytes

@@ -6,7 +6,8 @@
 `native` loads what lies in `TRUTH` itself, at the layout it has (a control). Every weight, master and moment that the
 ranks hold after loading is put together by megatron.core's own boxes and compared bit by bit; padding of the vocabulary
 must be zero. Then one update is made with gradients that depend on the global element alone, and its result must be the
-same at all layouts. Prints a line of JSON per layout.
+same at all layouts. Prints a line of JSON per layout. With MEGATRON_TORCH_ADAM=1 in the environment the optimizer is
+torch's AdamW, which megatron.core 0.16.1 falls back to where neither Apex nor Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def rank_main(case: dict, folder: Path, out: Path, rank: int, port: int, same_tp
             "schedule": loaded.get("opt_param_scheduler"),
             "rng": loaded.get("rng_state"),
             "groups": groups,
-            "step": sorted({group["step"] for group in groups}),
+            "step": sorted({group.get("step", -1) for group in groups}),
         }
         torch.save(facts, out / "facts.pt")
     dist.barrier()
@@ -213,7 +214,8 @@ def warm() -> None:
     import megatron.core.distributed
     import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
 
-    use_fused_adam()
+    if not os.environ.get("MEGATRON_TORCH_ADAM"):
+        use_fused_adam()
 
 
 def read_truth(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:

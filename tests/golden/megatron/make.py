@@ -42,6 +42,8 @@ CASES = {
     "fp32_fr_tp2": dict(tp=2, world=2, encoding="fully_reshardable", fp32=True),
     "lg_dist_tp2pp2": dict(tp=2, pp=2, world=4, encoding="legacy", layers=4),
     "lg_dist_tied_pp2_dp2": dict(pp=2, world=4, encoding="legacy", tied=True, layers=3, first=1, bias=True),
+    "lg_moe_tp2ep2": dict(tp=2, ep=2, world=4, encoding="legacy", experts=4),
+    "lg_moe_tp2pp2ep2": dict(tp=2, pp=2, ep=2, world=8, encoding="legacy", experts=4, layers=4),
     "lg_plain_tp2pp2": dict(tp=2, pp=2, world=4, encoding="legacy-plain", layers=4),
     "lg_buckets_dp2": dict(world=2, encoding="legacy", bucket=700, layers=3),
 }

@@ -68,13 +68,19 @@ def _sections(state: LogicalState, carried: Carried) -> Iterator[tuple[str, Any]
     """Yields (name, value): whole sections where the state has them nested, single objects otherwise."""
     whole: dict[str, Any] = {**state.rng, **state.data}
     done: set[str] = set()
+    found, listed = None, False
     if state.scheduler:  # the first that looks like one is taken for the scheduler
-        carried.scheduler = _find_section(state.scheduler, state.objects) or "lr_scheduler"
+        found = _find_section(state.scheduler, state.objects)
+        listed = found is not None and found.rpartition(".")[2].isdecimal()  # in a list, as Lightning keeps it
+        carried.scheduler = found if found is not None and not listed else "lr_scheduler"
         whole[carried.scheduler] = state.scheduler
         done.add(carried.scheduler)
         yield carried.scheduler, state.scheduler
     covered = {inner for name, node in whole.items() for inner in _names_in(node, name)}
+    moved = set(_names_in(state.scheduler, found)) if state.scheduler and listed and found is not None else set[str]()
     for name, value in state.objects.items():
+        if name in moved:
+            continue
         if name not in covered:
             yield name, value
             continue

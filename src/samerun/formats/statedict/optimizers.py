@@ -104,9 +104,9 @@ def _masters_apart(masters: list[TensorEntry]) -> Problem:
     first = masters[0]
     return Problem(
         "SR-WRITE-MASTERS",
-        f"{len(masters)} {first.dtype.name} masters are written as slots of the optimizer, which torch.optim ignores",
+        f"torch.optim has no place for the {len(masters)} {first.dtype.name} masters",
         where={"tensor": str(first.key)},
-        severity=Severity.WARNING,
-        hint="a job with parameters in the masters' type must copy them from the slot `master` after loading; "
-        "one that trains in the weights' type rounds moments to it",
+        hint="--masters params makes them the parameters, for a job that keeps fp32 parameters (FSDP2 mixed precision, "
+        "autocast); --masters drop leaves them out; --masters slots writes them as optimizer slots `master`, which a "
+        "job has to copy from",
     )

@@ -84,7 +84,7 @@ def lay_out(source: WriteSource, layout: Layout | None = None, *, stage: int | N
         files=tuple(file for file, _ in files),
         tensors=gather_slots([slots for _, slots in files]),
         dropped={**training.dropped, **carried.dropped, **lost},
-        problems=(*training.problems, *carried.problems, _assumes(settings, training)),
+        problems=(*training.problems, *carried.problems, *_unsure(training), _assumes(settings, training)),
     )
 
 
@@ -229,6 +229,25 @@ def _mapping(group: TrainedGroup, buffer: Buffer) -> dict[str, Any]:
     """
     held = {segment.name: fragment(segment.start, segment.count) for segment in buffer.segments}
     return {member.name: held[member.name] for member in group.members if member.name in held}
+
+
+def _unsure(training: Training) -> Iterator[Problem]:
+    """Yields what must be decided where the source does not say whether a tensor is a buffer or a frozen parameter.
+
+    DeepSpeed 0.19.8 takes frozen parameters from `frozen_param_fragments` (KeyError where one is missing there), and
+    at stage 3 takes buffers from whole tensors and parameters from parts: `engine.load_module_state_dict`.
+    """
+    unsure = [held for held in (*training.buffers, *training.frozen) if held.entry.role_inferred]
+    floating = sorted(str(held.entry.key) for held in unsure if held.entry.dtype.kind == "float")
+    if floating:
+        shown = ", ".join(floating[:8]) + (f" and {len(floating) - 8} more" if len(floating) > 8 else "")
+        yield Problem(
+            "SR-DSW-ROLE",
+            f"the source does not say which of these are buffers and which are frozen parameters: {shown}",
+            where={"tensor": floating[0]},
+            hint="DeepSpeed loads them from different places. Where a role is wrong, give the right one with --map "
+            'FILE, as in "buffer:NAME": "param:NAME"; then, or if all are right, --allow SR-DSW-ROLE',
+        )
 
 
 def _assumes(settings: Settings, training: Training) -> Problem:
