@@ -27,6 +27,7 @@ from samerun.execute.move import (
     read_exactly,
     read_remote,
     read_strided,
+    reserve,
     sum_segments,
     write_all,
 )
@@ -150,13 +151,14 @@ class Execution:
     # --- files --------------------------------------------------------------------------------------------------
 
     def make_files(self) -> None:
-        """Creates every file at its full size, with its literals; padding stays a hole that reads as zeros."""
+        """Creates every file at its full size, with its literals; padding is never written and reads as zeros."""
         for path, file in zip(self.paths, self.plan.destination.files, strict=True):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             target = os.open(path, flags if self.done else flags | os.O_EXCL, 0o666)
             try:
                 os.ftruncate(target, file.size)
+                reserve(target, file.size)
                 for literal in file.literals:
                     write_all(target, literal.content, literal.at)
             finally:
