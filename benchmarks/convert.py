@@ -84,28 +84,41 @@ FLUSHED = "cp -r {source!s} {dest!s} && find {dest!s} -type f -exec sync {{}} +"
 
 @dataclass(frozen=True)
 class Cost:
-    """What one process cost. `anon` is the peak of its anonymous memory in MB."""
+    """What one process and those it started cost. `anon` is the peak of their anonymous memory together, in MB;
+    `written` are the bytes of pages that they made dirty, in GB."""
 
     wall: float
     cpu: float
     anon: float
+    written: float = 0.0
 
 
 def run(*command: str) -> Cost:
-    """Runs a command to its end, looking at its memory all the while."""
+    """Runs a command to its end, looking at its memory all the while. Python keeps what it compiles, as installed."""
     began = time.monotonic()
-    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environ)
     peak = 0
     while True:
         done, status, usage = os.wait4(job.pid, os.WNOHANG)
         if done:
             break
-        peak = max(peak, _anonymous(job.pid))
+        peak = max(peak, sum(map(_anonymous, _family(job.pid))))
         time.sleep(0.01)
     if status:
         raise SystemExit(f"{' '.join(command)[:200]} failed: {status}")
     job.returncode = 0
-    return Cost(time.monotonic() - began, usage.ru_utime + usage.ru_stime, peak / 1024)
+    cpu = usage.ru_utime + usage.ru_stime
+    return Cost(time.monotonic() - began, cpu, peak / 1024, usage.ru_oublock * 512 / 1e9)
+
+
+def _family(pid: int) -> list[int]:
+    """Returns a process and everything that it started."""
+    try:
+        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:
+        return [pid]
+    return [pid, *(one for text in lists for child in text.split() for one in _family(int(child)))]
 
 
 def _anonymous(pid: int) -> int:
@@ -173,7 +186,7 @@ def measure(work: Path, size: float, repeat: int, *, framework: bool) -> None:
     write_export(export, max(1, round(size * 1e9 / LAYER)))
     convert(export, sharded, "--to", "dcp", "--layout", "dp_shard=4")
     convert(sharded, file, "--to", "torch")
-    _remove(export)
+    remove(export)
     imported = f"; framework's import {run(sys.executable, '-c', IMPORT).cpu:.1f} CPU s" if framework else ""
     print(f"{file.stat().st_size / 1e9:.2f} GB of values{imported}")
     head = (
@@ -194,22 +207,23 @@ def measure(work: Path, size: float, repeat: int, *, framework: bool) -> None:
         for _ in range(repeat):
             dest = work / "dest"
             copied.append(run("cp", "-r", str(source), str(dest)))
-            _remove(dest)
+            remove(dest)
             flushed.append(run("sh", "-c", FLUSHED.format(source=source, dest=dest)))
-            _remove(dest)
+            remove(dest)
             mine.append(convert(source, dest, *options))
-            _remove(dest)
-            _remove(work / "dest.samerun-proof.json")
+            remove(dest)
+            remove(work / "dest.samerun-proof.json")
             if framework:
                 theirs.append(run(sys.executable, "-c", script.format(source=str(source), dest=str(dest))))
-                _remove(dest)
-        tool = _least(theirs) if theirs else None
-        print(_row(name, _least(mine), _least(copied), _least(flushed), tool), flush=True)
+                remove(dest)
+        tool = least(theirs) if theirs else None
+        print(_row(name, least(mine), least(copied), least(flushed), tool), flush=True)
 
 
-def _least(found: list[Cost]) -> Cost:
+def least(found: list[Cost]) -> Cost:
     """Returns the least CPU and wall time and the largest memory of several runs."""
-    return Cost(min(x.wall for x in found), min(x.cpu for x in found), max(x.anon for x in found))
+    wall, cpu = min(x.wall for x in found), min(x.cpu for x in found)
+    return Cost(wall, cpu, max(x.anon for x in found), max(x.written for x in found))
 
 
 def _row(name: str, mine: Cost, copied: Cost, flushed: Cost, tool: Cost | None) -> str:
@@ -222,7 +236,8 @@ def _row(name: str, mine: Cost, copied: Cost, flushed: Cost, tool: Cost | None) 
     )
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Removes a file or a directory, if it is there."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
