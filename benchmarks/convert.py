@@ -93,7 +93,7 @@ class Cost:
     written: float = 0.0
 
 
-def run(*command: str) -> Cost:
+def run(*command: str, ok: tuple[int, ...] = (0,)) -> Cost:
     """Runs a command to its end, looking at its memory all the while. Python keeps what it compiles, as installed."""
     began = time.monotonic()
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -105,7 +105,7 @@ def run(*command: str) -> Cost:
             break
         peak = max(peak, sum(map(_anonymous, _family(job.pid))))
         time.sleep(0.01)
-    if status:
+    if os.waitstatus_to_exitcode(status) not in ok:
         raise SystemExit(f"{' '.join(command)[:200]} failed: {status}")
     job.returncode = 0
     cpu = usage.ru_utime + usage.ru_stime
@@ -129,13 +129,14 @@ def _anonymous(pid: int) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0)
 
 
-def write_export(folder: Path, layers: int) -> None:
-    """Writes a model with AdamW's state as samerun's own export, one tensor in memory at a time."""
+def write_export(folder: Path, size: float) -> None:
+    """Writes `size` GB of model and AdamW state as samerun's own export, one tensor in memory at a time."""
     import json
 
     from samerun.core.state import LogicalState, ParamGroup, RecordedProgress
     from samerun.formats.safetensors.sidecar import dump_sidecar
 
+    layers = max(1, round(size * 1e9 / LAYER))
     random = np.random.default_rng(0)
     header: dict[str, object] = {}
     at = 0
@@ -183,7 +184,7 @@ def main() -> None:
 def measure(work: Path, size: float, repeat: int, *, framework: bool) -> None:
     """Prints the table of one size."""
     export, sharded, file = work / "export", work / "dcp4", work / "whole.pt"
-    write_export(export, max(1, round(size * 1e9 / LAYER)))
+    write_export(export, size)
     convert(export, sharded, "--to", "dcp", "--layout", "dp_shard=4")
     convert(sharded, file, "--to", "torch")
     remove(export)
