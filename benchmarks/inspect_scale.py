@@ -81,11 +81,9 @@ def print_scale(name: str, chunks: int, folder: Path) -> None:
     """Prints one row."""
     mine = inspect(folder)
     plain, quick = (unpickle(folder / ".metadata", collect=collect) for collect in (True, False))
-    print(
-        f"{name:<20}{chunks:>10,} | {mine.cpu:>6.2f} s {mine.anon:>4.0f} MB | "
-        f"{plain.cpu:>6.2f} s {plain.anon:>4.0f} MB {quick.cpu:>5.2f} s | {mine.cpu / plain.cpu:>5.2f} {mine.cpu / quick.cpu:>8.2f}",
-        flush=True,
-    )
+    costs = f"{mine.cpu:>6.2f} s {mine.anon:>4.0f} MB | {plain.cpu:>6.2f} s {plain.anon:>4.0f} MB {quick.cpu:>5.2f} s"
+    ratios = f"{mine.cpu / plain.cpu:>5.2f} {mine.cpu / quick.cpu:>8.2f}"
+    print(f"{name:<20}{chunks:>10,} | {costs} | {ratios}", flush=True)
 
 
 def read_whole(work: Path, size: float) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from samerun.core.crc import combine_crc32, crc32_of_zeros
 from samerun.core.written import Checksum, FilePlan
-from samerun.execute.crc import crc32_of_zeros, join_crc32
 from samerun.execute.journal import Journal, Segment
 from samerun.execute.move import (
     Mover,
@@ -351,7 +351,7 @@ def _sum_file(file: FilePlan, written: list[tuple[int, int, int]], cuts: tuple[i
             start, length, part = parts[number] if number < len(parts) else (-1, 0, 0)
             if start != at:
                 raise ValueError(f"{file.path}: nothing was summed at byte {at}")
-            value = join_crc32(value, part, length)
+            value = combine_crc32(value, part, length)
             at, number = at + length, number + 1
         values.append((checksum, value))
     return values
