@@ -173,15 +173,16 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="an empty directory with five times that space")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--skip-framework", action="store_true")
+    parser.add_argument("--only", default="", help="rows with this in their name")
     args = parser.parse_args()
     for size in args.size:
         folder = args.work / f"{size:g}"
         folder.mkdir(parents=True, exist_ok=True)
-        measure(folder, size, args.repeat, framework=not args.skip_framework)
+        measure(folder, size, args.repeat, args.only, framework=not args.skip_framework)
         shutil.rmtree(folder)
 
 
-def measure(work: Path, size: float, repeat: int, *, framework: bool) -> None:
+def measure(work: Path, size: float, repeat: int, only: str, *, framework: bool) -> None:
     """Prints the table of one size."""
     export, sharded, file = work / "export", work / "dcp4", work / "whole.pt"
     write_export(export, size)
@@ -203,7 +204,7 @@ def measure(work: Path, size: float, repeat: int, *, framework: bool) -> None:
         ("DCP -> safetensors", sharded, ["--to", "safetensors"], SCRIPT),
         ("DCP 4 -> DCP 3", sharded, ["--to", "dcp", "--layout", "dp_shard=3"], RESHARD),
     ]
-    for name, source, options, script in rows:
+    for name, source, options, script in (row for row in rows if only in row[0]):
         copied, flushed, mine, theirs = [], [], [], []
         for _ in range(repeat):
             dest = work / "dest"
