@@ -84,28 +84,41 @@ FLUSHED = "cp -r {source!s} {dest!s} && find {dest!s} -type f -exec sync {{}} +"
 
 @dataclass(frozen=True)
 class Cost:
-    """What one process cost. `anon` is the peak of its anonymous memory in MB."""
+    """What one process and those it started cost. `anon` is the peak of their anonymous memory together, in MB;
+    `written` are the bytes of pages that they made dirty, in GB."""
 
     wall: float
     cpu: float
     anon: float
+    written: float = 0.0
 
 
-def run(*command: str) -> Cost:
-    """Runs a command to its end, looking at its memory all the while."""
+def run(*command: str, ok: tuple[int, ...] = (0,)) -> Cost:
+    """Runs a command to its end, looking at its memory all the while. Python keeps what it compiles, as installed."""
     began = time.monotonic()
-    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environ)
     peak = 0
     while True:
         done, status, usage = os.wait4(job.pid, os.WNOHANG)
         if done:
             break
-        peak = max(peak, _anonymous(job.pid))
+        peak = max(peak, sum(map(_anonymous, _family(job.pid))))
         time.sleep(0.01)
-    if status:
+    if os.waitstatus_to_exitcode(status) not in ok:
         raise SystemExit(f"{' '.join(command)[:200]} failed: {status}")
     job.returncode = 0
-    return Cost(time.monotonic() - began, usage.ru_utime + usage.ru_stime, peak / 1024)
+    cpu = usage.ru_utime + usage.ru_stime
+    return Cost(time.monotonic() - began, cpu, peak / 1024, usage.ru_oublock * 512 / 1e9)
+
+
+def _family(pid: int) -> list[int]:
+    """Returns a process and everything that it started."""
+    try:
+        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:
+        return [pid]
+    return [pid, *(one for text in lists for child in text.split() for one in _family(int(child)))]
 
 
 def _anonymous(pid: int) -> int:
@@ -116,13 +129,14 @@ def _anonymous(pid: int) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0)
 
 
-def write_export(folder: Path, layers: int) -> None:
-    """Writes a model with AdamW's state as samerun's own export, one tensor in memory at a time."""
+def write_export(folder: Path, size: float) -> None:
+    """Writes `size` GB of model and AdamW state as samerun's own export, one tensor in memory at a time."""
     import json
 
     from samerun.core.state import LogicalState, ParamGroup, RecordedProgress
     from samerun.formats.safetensors.sidecar import dump_sidecar
 
+    layers = max(1, round(size * 1e9 / LAYER))
     random = np.random.default_rng(0)
     header: dict[str, object] = {}
     at = 0
@@ -159,21 +173,22 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="an empty directory with five times that space")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--skip-framework", action="store_true")
+    parser.add_argument("--only", default="", help="rows with this in their name")
     args = parser.parse_args()
     for size in args.size:
         folder = args.work / f"{size:g}"
         folder.mkdir(parents=True, exist_ok=True)
-        measure(folder, size, args.repeat, framework=not args.skip_framework)
+        measure(folder, size, args.repeat, args.only, framework=not args.skip_framework)
         shutil.rmtree(folder)
 
 
-def measure(work: Path, size: float, repeat: int, *, framework: bool) -> None:
+def measure(work: Path, size: float, repeat: int, only: str, *, framework: bool) -> None:
     """Prints the table of one size."""
     export, sharded, file = work / "export", work / "dcp4", work / "whole.pt"
-    write_export(export, max(1, round(size * 1e9 / LAYER)))
+    write_export(export, size)
     convert(export, sharded, "--to", "dcp", "--layout", "dp_shard=4")
     convert(sharded, file, "--to", "torch")
-    _remove(export)
+    remove(export)
     imported = f"; framework's import {run(sys.executable, '-c', IMPORT).cpu:.1f} CPU s" if framework else ""
     print(f"{file.stat().st_size / 1e9:.2f} GB of values{imported}")
     head = (
@@ -189,27 +204,28 @@ def measure(work: Path, size: float, repeat: int, *, framework: bool) -> None:
         ("DCP -> safetensors", sharded, ["--to", "safetensors"], SCRIPT),
         ("DCP 4 -> DCP 3", sharded, ["--to", "dcp", "--layout", "dp_shard=3"], RESHARD),
     ]
-    for name, source, options, script in rows:
+    for name, source, options, script in (row for row in rows if only in row[0]):
         copied, flushed, mine, theirs = [], [], [], []
         for _ in range(repeat):
             dest = work / "dest"
             copied.append(run("cp", "-r", str(source), str(dest)))
-            _remove(dest)
+            remove(dest)
             flushed.append(run("sh", "-c", FLUSHED.format(source=source, dest=dest)))
-            _remove(dest)
+            remove(dest)
             mine.append(convert(source, dest, *options))
-            _remove(dest)
-            _remove(work / "dest.samerun-proof.json")
+            remove(dest)
+            remove(work / "dest.samerun-proof.json")
             if framework:
                 theirs.append(run(sys.executable, "-c", script.format(source=str(source), dest=str(dest))))
-                _remove(dest)
-        tool = _least(theirs) if theirs else None
-        print(_row(name, _least(mine), _least(copied), _least(flushed), tool), flush=True)
+                remove(dest)
+        tool = least(theirs) if theirs else None
+        print(_row(name, least(mine), least(copied), least(flushed), tool), flush=True)
 
 
-def _least(found: list[Cost]) -> Cost:
+def least(found: list[Cost]) -> Cost:
     """Returns the least CPU and wall time and the largest memory of several runs."""
-    return Cost(min(x.wall for x in found), min(x.cpu for x in found), max(x.anon for x in found))
+    wall, cpu = min(x.wall for x in found), min(x.cpu for x in found)
+    return Cost(wall, cpu, max(x.anon for x in found), max(x.written for x in found))
 
 
 def _row(name: str, mine: Cost, copied: Cost, flushed: Cost, tool: Cost | None) -> str:
@@ -222,7 +238,8 @@ def _row(name: str, mine: Cost, copied: Cost, flushed: Cost, tool: Cost | None) 
     )
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Removes a file or a directory, if it is there."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

@@ -62,7 +62,8 @@ def find_sources() -> Iterator[tuple[str, Path]]:
 
 def convert_all_allowed(source: Path, dest: Path, to: str, **options: Any) -> tuple[str, list[str]]:
     """Converts as a user would who allows whatever blocks; returns the source's format and the decisions' codes."""
-    from samerun.convert.convert import carry_out, prepare
+    from samerun.convert.convert import carry_out
+    from samerun.convert.prepare import prepare
 
     allowed: set[str] = set()
     checkpoint = open_checkpoint(source)

@@ -13,7 +13,8 @@ from threading import Event
 
 import pytest
 
-from samerun.convert.convert import Converted, carry_out, convert, prepare
+from samerun.convert.convert import Converted, carry_out, convert
+from samerun.convert.prepare import prepare
 from samerun.errors import (
     CorruptCheckpoint,
     ExecutionError,

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from samerun.convert.convert import Converted, carry_out, prepare
+from samerun.convert.convert import Converted, carry_out
+from samerun.convert.prepare import prepare
 from samerun.errors import UndecidedError, UsageError
 from samerun.formats.base import Checkpoint
 from samerun.formats.detect import open_checkpoint

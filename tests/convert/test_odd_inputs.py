@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 from torch.optim.lr_scheduler import LRScheduler
 
-from samerun.convert.convert import Prepared, carry_out, prepare
+from samerun.convert.convert import carry_out
+from samerun.convert.prepare import Prepared, prepare
 from samerun.core.mesh import Layout
 from samerun.errors import Severity, UndecidedError
 from samerun.execute.engine import Settings

@@ -13,8 +13,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from samerun.convert.convert import Converted, carry_out, convert, prepare
+from samerun.convert.convert import Converted, carry_out, convert
 from samerun.convert.objects import settle_objects
+from samerun.convert.prepare import prepare
 from samerun.core.dtype import DTYPES, parse_dtype
 from samerun.core.namemap import NameMap
 from samerun.core.state import LogicalState

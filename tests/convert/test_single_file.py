@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from samerun.convert.convert import Converted, carry_out, prepare
+from samerun.convert.convert import Converted, carry_out
+from samerun.convert.prepare import prepare
 from samerun.core.mesh import Layout
 from samerun.core.written import DestinationPlan, FilePlan, Literal
 from samerun.errors import SamerunError, UsageError

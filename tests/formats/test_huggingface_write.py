@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import load_file
 
 from samerun.cli import main
-from samerun.convert.convert import convert, prepare
+from samerun.convert.convert import convert
+from samerun.convert.prepare import prepare
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, ParamGroup, RecordedProgress, Role
 from samerun.core.written import DestinationPlan

@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from samerun.convert.convert import prepare
+from samerun.convert.prepare import prepare
 from samerun.convert.together import carry_out_together, meet
 from samerun.errors import SamerunError
 from samerun.execute.engine import Settings

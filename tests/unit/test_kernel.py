@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from samerun.core.digest import MULTIPLIER_1, MULTIPLIER_2, STRIDE
 from samerun.errors import CorruptCheckpoint
@@ -15,17 +19,45 @@ from support.memory import MemoryCheckpoint
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
-@pytest.mark.parametrize(("runs", "length"), [(0, 0), (0, 5), (3, 0), (1, 1), (1, 7), (5, 1), (3, 257), (2, 4099)])
+@pytest.mark.parametrize(
+    ("runs", "length"), [(0, 0), (0, 5), (3, 0), (1, 1), (1, 7), (5, 1), (3, 257), (2, 4099), (3, 35), (3, 36), (3, 37)]
+)
 def test_every_width_and_length_is_summed_as_defined(width: int, runs: int, length: int) -> None:
     random = np.random.default_rng(7)
     bits = random.integers(0, 256, runs * length * width, dtype=np.uint8).view(f"u{width}")
     starts = random.integers(0, 1 << 63, runs, dtype=np.uint64)
     seed = 0xFEDC_BA98_7654_3210
+    assert sum_terms(bits, starts, length, seed) == defined(bits, starts, length, seed)
+
+
+def defined(bits: npt.NDArray[Any], starts: npt.NDArray[np.uint64], length: int, seed: int) -> int:
+    """The definition, all elements at once."""
     index = (starts[:, None] + np.arange(length, dtype=np.uint64)).reshape(-1)
     z = bits.astype(np.uint64) ^ (index * np.uint64(STRIDE) + np.uint64(seed))
     z = (z ^ (z >> np.uint64(30))) * np.uint64(MULTIPLIER_1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(MULTIPLIER_2)
-    assert sum_terms(bits, starts, length, seed) == int((z ^ (z >> np.uint64(31))).sum(dtype=np.uint64))
+    return int((z ^ (z >> np.uint64(31))).sum(dtype=np.uint64))
+
+
+@given(
+    width=st.sampled_from([1, 2, 4, 8]),
+    runs=st.integers(1, 5),
+    length=st.integers(1, 160),
+    start=st.integers(0, (1 << 64) - 1),
+    seed=st.integers(0, (1 << 64) - 1),
+    shift=st.integers(0, 7),
+    fill=st.integers(0, 255) | st.none(),
+)
+def test_steps_and_what_is_left_of_a_run_meet_without_a_gap(
+    width: int, runs: int, length: int, start: int, seed: int, shift: int, fill: int | None
+) -> None:
+    """A step takes 36 elements. Files put values at any address: nothing is assumed of it."""
+    random = np.random.default_rng(length)
+    size = runs * length * width
+    content = np.full(size + shift, fill or 0, np.uint8) if fill else random.integers(0, 256, size + shift, np.uint8)
+    starts = (np.uint64(start) + np.arange(runs, dtype=np.uint64) * np.uint64(977)).astype(np.uint64)
+    bits = content[shift:].view(f"u{width}")
+    assert sum_terms(bits, starts, length, seed) == defined(bits.copy(), starts, length, seed)
 
 
 def test_it_reads_nothing_beyond_what_it_is_given() -> None:

@@ -15,7 +15,8 @@ import click
 from samerun.errors import Problem, UsageError
 
 if TYPE_CHECKING:
-    from samerun.convert.convert import Converted, Prepared, Writer
+    from samerun.convert.convert import Converted
+    from samerun.convert.prepare import Prepared, Writer
     from samerun.core.dtype import DType
     from samerun.core.mesh import Layout
     from samerun.execute.engine import Progress, ProgressCallback
@@ -79,7 +80,8 @@ def command(
     from pathlib import Path
 
     from samerun.cli.output import emit_json
-    from samerun.convert.convert import carry_out, prepare
+    from samerun.convert.convert import carry_out
+    from samerun.convert.prepare import prepare
     from samerun.convert.together import carry_out_together, meet
     from samerun.execute.engine import Settings
     from samerun.execute.ranks import parse_launch
@@ -190,7 +192,7 @@ def _writer(to: str, max_shard: str | None, flavour: str | None, stage: int | No
         options["flavour"] = flavour
     if not options:
         return None
-    from samerun.convert.convert import load_writer
+    from samerun.convert.prepare import load_writer
 
     return partial(load_writer(to), **options)
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from threading import Event, Lock
 from typing import Any
 
-from samerun.convert.convert import Converted, Prepared, interrupted, make_proof, read_back, require_proved
+from samerun.convert.convert import Converted, interrupted, make_proof, read_back, require_proved
+from samerun.convert.prepare import Prepared
 from samerun.convert.prove import Evidence
 from samerun.convert.together import agree, evidence_to_json, join_evidence, told
 from samerun.core.written import FilePlan

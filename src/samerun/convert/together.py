@@ -9,7 +9,8 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from samerun.convert.convert import Converted, Prepared, building, commit, converted, open_place, read_back
+from samerun.convert.convert import Converted, building, commit, converted, open_place, read_back
+from samerun.convert.prepare import Prepared
 from samerun.convert.prove import Evidence, ProvedTensor
 from samerun.errors import PlanError, Problem, Severity, UsageError, VerificationError, has_errors
 from samerun.execute.engine import Execution, Progress, ProgressCallback, Settings

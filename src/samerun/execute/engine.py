@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from samerun.core.crc import combine_crc32, crc32_of_zeros
 from samerun.core.written import Checksum, FilePlan
-from samerun.execute.crc import crc32_of_zeros, join_crc32
 from samerun.execute.journal import Journal, Segment
 from samerun.execute.move import (
     Mover,
@@ -27,6 +27,7 @@ from samerun.execute.move import (
     read_exactly,
     read_remote,
     read_strided,
+    reserve,
     sum_segments,
     write_all,
 )
@@ -150,13 +151,14 @@ class Execution:
     # --- files --------------------------------------------------------------------------------------------------
 
     def make_files(self) -> None:
-        """Creates every file at its full size, with its literals; padding stays a hole that reads as zeros."""
+        """Creates every file at its full size, with its literals; padding is never written and reads as zeros."""
         for path, file in zip(self.paths, self.plan.destination.files, strict=True):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             target = os.open(path, flags if self.done else flags | os.O_EXCL, 0o666)
             try:
                 os.ftruncate(target, file.size)
+                reserve(target, file.size)
                 for literal in file.literals:
                     write_all(target, literal.content, literal.at)
             finally:
@@ -350,7 +352,7 @@ def sum_file(file: FilePlan, written: list[tuple[int, int, int]], cuts: tuple[in
             start, length, part = parts[number] if number < len(parts) else (-1, 0, 0)
             if start != at:
                 raise ValueError(f"{file.path}: nothing was summed at byte {at}")
-            value = join_crc32(value, part, length)
+            value = combine_crc32(value, part, length)
             at, number = at + length, number + 1
         values.append((checksum, value))
     return values

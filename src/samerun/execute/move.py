@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock, local
@@ -21,9 +23,11 @@ from samerun.stores.local import open_regular
 from samerun.stores.remote import REQUEST_BYTES, RemoteFile
 
 STEP_BYTES = 8 << 20  # between two looks at whether the work was cancelled
-BUFFER_BYTES = 256 << 10  # stays in a core's own cache: of 1 MiB, a copy took three times the processor time
+BUFFER_BYTES = 512 << 10  # stays in a core's own cache
+_PART_BYTES = 64 << 10  # see `_write_parts`
 _MAX_OPEN_FILES = 64
 _PAGE_BYTES = 4096
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NOT_IN_KERNEL = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF})
 
 
@@ -69,7 +73,11 @@ def open_destination(path: str) -> int:
 
 
 class Mover:
-    """Copies ranges between descriptors. Remembers when the kernel refuses to copy between these file systems."""
+    """Copies ranges between descriptors. Remembers when the kernel refuses to copy between these file systems.
+
+    The kernel moves page by page. Where a range lies at another place within its pages on the two sides, every page
+    becomes two pieces, and a buffer takes two thirds of the time.
+    """
 
     def __init__(self, cancelled: Callable[[], bool]) -> None:
         self._cancelled = cancelled
@@ -87,7 +95,7 @@ class Mover:
         """
         done = 0
         turn = self._turn(target)
-        while done < length and self._in_kernel:
+        while done < length and self._in_kernel and offset % _PAGE_BYTES == at % _PAGE_BYTES:
             self._look()
             try:
                 with turn:
@@ -138,7 +146,7 @@ class Mover:
             if summed:
                 checksum = crc32(buffer[:found], checksum)
             with turn:
-                write_all(target, buffer[:found], at + done)
+                _write_parts(target, buffer[:found], at + done)
             done += found
         return checksum
 
@@ -156,6 +164,41 @@ class Mover:
     def _look(self) -> None:
         if self._cancelled():
             raise InterruptedError(errno.EINTR, "the conversion was interrupted")
+
+
+def reserve(target: int, size: int) -> None:
+    """Sets aside the space of a file of `size` bytes, where its file system can: a full disk shows before the copying.
+
+    Writing into reserved space also takes a fifth less time, as nothing is booked page by page.
+
+    Raises:
+        OSError: if there is not so much space.
+    """
+    call = _fallocate()
+    if size and call is not None and call(target, 0, 0, size) and (code := ctypes.get_errno()) in _FULL:
+        raise OSError(code, os.strerror(code))
+
+
+@cache
+def _fallocate() -> Callable[..., int] | None:
+    """Returns the system's own call: `os.posix_fallocate` writes all the blocks where that is not supported."""
+    try:
+        found = ctypes.CDLL(None, use_errno=True).fallocate
+    except (AttributeError, OSError):
+        return None
+    found.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+    return found
+
+
+def _write_parts(target: int, content: memoryview, at: int) -> None:
+    """Writes all of `content`. What is page-aligned goes in small parts.
+
+    For a long aligned write the kernel looks for as large a run of free memory to keep it in. Where memory is
+    fragmented, finding one takes several times as long as the copying.
+    """
+    part = _PART_BYTES if at % _PAGE_BYTES == 0 else len(content)
+    for first in range(0, len(content), part):
+        write_all(target, content[first : first + part], at + first)
 
 
 def write_all(target: int, content: memoryview | bytes, at: int) -> None:

@@ -208,7 +208,8 @@ def _assess_controls(work: Work, plan: MigrationPlan, stage: Path) -> tuple[list
 
 def run_convert(work: Work, plan: MigrationPlan) -> StageResult:
     """Writes the checkpoint in the format that the destination loads, reads it back, and proves it equal."""
-    from samerun.convert.convert import carry_out, prepare
+    from samerun.convert.convert import carry_out
+    from samerun.convert.prepare import prepare
 
     wanted = work.manifest.convert
     if wanted is None:

@@ -89,7 +89,7 @@ class Work:
         opened, convert = self.open(), self.manifest.convert
         if convert is None or stage in (INSPECT, CONTROL):
             return opened
-        from samerun.convert.convert import adapt_source
+        from samerun.convert.prepare import adapt_source
 
         if convert.map is not None:
             from samerun.formats.mapfile import read_name_map

@@ -1,4 +1,10 @@
-"""The digest's inner loop, compiled at first use for this machine's processor, for one element width at a time."""
+"""The digest's inner loop, compiled at first use for this machine's processor, for one element width at a time.
+
+A core computes with vectors and with single numbers at once, by units of their own. So a run of elements is worked on
+at two places: its first eight ninths by vectors, the last ninth number by number in between. For 16-bit elements that
+is a tenth faster than vectors alone. What is left of a run after whole steps, and runs shorter than one, go through a
+plain loop.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +18,16 @@ import numpy.typing as npt
 from samerun.core import digest
 from samerun.stores.native import compile_loop
 
-# One row after another, as `samerun.core.digest` defines it. The index key is multiplied afresh, not carried along:
-# on a plain induction variable every version of LLVM uses vector instructions, which are three times as fast.
-_LOOP = """
+_LANES = 8  # 64-bit numbers in a vector; a processor with shorter ones takes several
+_VECTORS = 4  # per step
+_SINGLES = 4  # per step
+_IN_VECTORS = _LANES * _VECTORS
+_STEP = _IN_VECTORS + _SINGLES
+
+_WIDE = f"<{_LANES} x i64>"
+
+_BEGIN = """
+declare i64 @llvm.vector.reduce.add.v{lanes}i64({wide})
 define i64 @loop(i64 %bits.at, i64 %starts.at, i64 %runs, i64 %length, i64 %seed) {{
 entry:
   %bits = inttoptr i64 %bits.at to ptr
@@ -22,46 +35,108 @@ entry:
   %no_run = icmp eq i64 %runs, 0
   %no_element = icmp eq i64 %length, 0
   %nothing = or i1 %no_run, %no_element
+  %steps = udiv i64 %length, {step}
+  %in_vectors = mul i64 %steps, {in_vectors}
+  %in_steps = mul i64 %steps, {step}
+  %no_step = icmp eq i64 %steps, 0
+  %all_in_steps = icmp eq i64 %in_steps, %length
   br i1 %nothing, label %exit, label %each_run
 each_run:
   %run = phi i64 [0, %entry], [%run.next, %run_end]
-  %before = phi i64 [0, %entry], [%sum, %run_end]
+  %before = phi i64 [0, %entry], [%run.sum, %run_end]
   %start.at = getelementptr i64, ptr %starts, i64 %run
   %start = load i64, ptr %start.at
   %start.key = mul i64 %start, {stride}
   %first.key = add i64 %seed, %start.key
   %row.first = mul i64 %run, %length
   %row = getelementptr i{width}, ptr %bits, i64 %row.first
-  br label %each_element
-each_element:
-  %element = phi i64 [0, %each_run], [%element.next, %each_element]
-  %total = phi i64 [%before, %each_run], [%sum, %each_element]
-  %at = getelementptr i{width}, ptr %row, i64 %element
-  %stored = load i{width}, ptr %at
-  %wide = {widen}
-  %step.key = mul i64 %element, {stride}
-  %key = add i64 %first.key, %step.key
-  %z0 = xor i64 %key, %wide
-  %s0 = lshr i64 %z0, 30
-  %x0 = xor i64 %z0, %s0
-  %z1 = mul i64 %x0, {multiplier_1}
-  %s1 = lshr i64 %z1, 27
-  %x1 = xor i64 %z1, %s1
-  %z2 = mul i64 %x1, {multiplier_2}
-  %s2 = lshr i64 %z2, 31
-  %term = xor i64 %z2, %s2
-  %sum = add i64 %total, %term
+  %single.offset = mul i64 %in_vectors, {stride}
+  %single.first = add i64 %first.key, %single.offset
+  %single.row = getelementptr i{width}, ptr %row, i64 %in_vectors
+  %first.lane = insertelement {wide} poison, i64 %first.key, i32 0
+  %first.splat = shufflevector {wide} %first.lane, {wide} poison, <{lanes} x i32> zeroinitializer
+  %first.keys = add {wide} %first.splat, {lane_keys}
+  br i1 %no_step, label %left, label %each_step
+each_step:
+  %number = phi i64 [0, %each_run], [%number.next, %each_step]
+  %at = phi ptr [%row, %each_run], [%at.next, %each_step]
+  %keys = phi {wide} [%first.keys, %each_run], [%keys.next, %each_step]
+  %sums = phi {wide} [zeroinitializer, %each_run], [%sums.{vectors}, %each_step]
+  %single.at = phi ptr [%single.row, %each_run], [%single.at.next, %each_step]
+  %single.key = phi i64 [%single.first, %each_run], [%single.key.next, %each_step]
+  %single.sum = phi i64 [0, %each_run], [%single.sum.{singles}, %each_step]
+"""
+_END = """
+  %number.next = add nuw i64 %number, 1
+  %at.next = getelementptr i{width}, ptr %at, i64 {in_vectors}
+  %keys.next = add {wide} %keys, {step_keys}
+  %single.at.next = getelementptr i{width}, ptr %single.at, i64 {singles}
+  %single.key.next = add i64 %single.key, {singles_key}
+  %stepped = icmp eq i64 %number.next, %steps
+  br i1 %stepped, label %sum_lanes, label %each_step
+sum_lanes:
+  %lanes = call i64 @llvm.vector.reduce.add.v{lanes}i64({wide} %sums.{vectors})
+  %both = add i64 %lanes, %single.sum.{singles}
+  br label %left
+left:
+  %stepped.sum = phi i64 [0, %each_run], [%both, %sum_lanes]
+  %so_far = add i64 %before, %stepped.sum
+  br i1 %all_in_steps, label %run_end, label %each_left
+each_left:
+  %element = phi i64 [%in_steps, %left], [%element.next, %each_left]
+  %total = phi i64 [%so_far, %left], [%sum, %each_left]
+  %left.at = getelementptr i{width}, ptr %row, i64 %element
+  %left.key.offset = mul i64 %element, {stride}
+  %left.key = add i64 %first.key, %left.key.offset
+{left}
+  %sum = add i64 %total, %left.term
   %element.next = add nuw i64 %element, 1
   %row.done = icmp eq i64 %element.next, %length
-  br i1 %row.done, label %run_end, label %each_element
+  br i1 %row.done, label %run_end, label %each_left
 run_end:
+  %run.sum = phi i64 [%so_far, %left], [%sum, %each_left]
   %run.next = add nuw i64 %run, 1
   %done = icmp eq i64 %run.next, %runs
   br i1 %done, label %exit, label %each_run
 exit:
-  %result = phi i64 [0, %entry], [%sum, %run_end]
+  %result = phi i64 [0, %entry], [%run.sum, %run_end]
   ret i64 %result
 }}
+"""
+_VECTOR = """
+  %v{i}.at = getelementptr i{width}, ptr %at, i64 {first}
+  %v{i}.key = add {wide} %keys, {keys}
+{term}
+  %sums.{next} = add {wide} %sums{sum}, %v{i}.term
+"""
+_SINGLE = """
+  %s{i}.at = getelementptr i{width}, ptr %single.at, i64 {i}
+  %s{i}.key = add i64 %single.key, {key}
+{term}
+  %single.sum.{next} = add i64 %single.sum{sum}, %s{i}.term
+"""
+# The mixing of `samerun.core.digest`. Bits below the first shift do not reach what it shifts in, so for short elements
+# that depends on the key alone, and the exclusive ors become one instruction.
+_MIX_SHORT = """
+  %{n}.s0 = lshr {kind} %{n}.key, {c30}
+  %{n}.k0 = xor {kind} %{n}.key, %{n}.s0
+  %{n}.x0 = xor {kind} %{n}.k0, %{n}.bits
+"""
+_MIX_LONG = """
+  %{n}.z0 = xor {kind} %{n}.key, %{n}.bits
+  %{n}.s0 = lshr {kind} %{n}.z0, {c30}
+  %{n}.x0 = xor {kind} %{n}.z0, %{n}.s0
+"""
+_MIX = """
+  %{n}.stored = load {stored}, ptr %{n}.at, align 1
+  %{n}.bits = {widen}
+{first}
+  %{n}.z1 = mul {kind} %{n}.x0, {m1}
+  %{n}.s1 = lshr {kind} %{n}.z1, {c27}
+  %{n}.x1 = xor {kind} %{n}.z1, %{n}.s1
+  %{n}.z2 = mul {kind} %{n}.x1, {m2}
+  %{n}.s2 = lshr {kind} %{n}.z2, {c31}
+  %{n}.term = xor {kind} %{n}.z2, %{n}.s2
 """
 
 
@@ -83,13 +158,63 @@ def sum_terms(bits: npt.NDArray[Any], starts: npt.NDArray[np.uint64], length: in
 @cache
 def _loop(width: int) -> Callable[..., int]:
     """Returns the loop for one element width in bits."""
-    return compile_loop(
-        _LOOP.format(
-            width=width,
-            widen=f"zext i{width} %stored to i64" if width < 64 else "add i64 %stored, 0",
-            stride=digest.STRIDE,
-            multiplier_1=digest.MULTIPLIER_1,
-            multiplier_2=digest.MULTIPLIER_2,
-        ),
-        5,
+    facts = {
+        "width": width,
+        "wide": _WIDE,
+        "lanes": _LANES,
+        "vectors": _VECTORS,
+        "singles": _SINGLES,
+        "in_vectors": _IN_VECTORS,
+        "step": _STEP,
+        "stride": digest.STRIDE,
+        "lane_keys": _vector([lane * digest.STRIDE for lane in range(_LANES)]),
+        "step_keys": _vector([_IN_VECTORS * digest.STRIDE] * _LANES),
+        "singles_key": _SINGLES * digest.STRIDE & digest.MASK,
+        "left": _mix("left", width, 1),
+    }
+    body = [*(_vectors(width, i) for i in range(_VECTORS)), *(_singles(width, i) for i in range(_SINGLES))]
+    return compile_loop(_BEGIN.format(**facts) + "".join(body) + _END.format(**facts), 5)
+
+
+def _vectors(width: int, i: int) -> str:
+    """Returns the instructions for vector `i` of a step."""
+    first = i * _LANES
+    keys = _vector([first * digest.STRIDE] * _LANES)
+    sum, next = f".{i}" if i else "", i + 1
+    return _VECTOR.format(
+        i=i, width=width, wide=_WIDE, first=first, keys=keys, sum=sum, next=next, term=_mix(f"v{i}", width, _LANES)
     )
+
+
+def _singles(width: int, i: int) -> str:
+    """Returns the instructions for single number `i` of a step."""
+    key, sum, next = i * digest.STRIDE & digest.MASK, f".{i}" if i else "", i + 1
+    return _SINGLE.format(i=i, width=width, key=key, sum=sum, next=next, term=_mix(f"s{i}", width, 1))
+
+
+def _mix(name: str, width: int, lanes: int) -> str:
+    """Returns the instructions that make `%name.term` of the elements at `%name.at` with `%name.key`."""
+    kind, stored = (_WIDE, f"<{lanes} x i{width}>") if lanes > 1 else ("i64", f"i{width}")
+
+    def constant(value: int) -> str:
+        return _vector([value] * lanes) if lanes > 1 else str(value)
+
+    zero = "zeroinitializer" if lanes > 1 else "0"
+    widen = f"zext {stored} %{name}.stored to {kind}" if width < 64 else f"add {kind} %{name}.stored, {zero}"
+    first = (_MIX_SHORT if width <= 16 else _MIX_LONG).format(n=name, kind=kind, c30=constant(30))
+    return _MIX.format(
+        n=name,
+        kind=kind,
+        stored=stored,
+        widen=widen,
+        first=first,
+        m1=constant(digest.MULTIPLIER_1),
+        m2=constant(digest.MULTIPLIER_2),
+        c27=constant(27),
+        c31=constant(31),
+    )
+
+
+def _vector(values: list[int]) -> str:
+    """Returns a constant vector of 64-bit numbers."""
+    return f"<{', '.join(f'i64 {value & digest.MASK}' for value in values)}>"

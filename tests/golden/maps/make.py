@@ -197,7 +197,8 @@ def setting(case: str, inverse: bool = False) -> str:
 
 def converted(source: Path, dest: Path, case: str, to: str, *, inverse: bool = False) -> str:
     """Converts under the case's map. Returns the digest of the state."""
-    from samerun.convert.convert import carry_out, prepare
+    from samerun.convert.convert import carry_out
+    from samerun.convert.prepare import prepare
     from samerun.formats.detect import open_checkpoint
     from samerun.formats.mapfile import read_name_map
     from samerun.formats.mapped import MappedCheckpoint

@@ -25,6 +25,7 @@ from samerun.stores.local import MappedFiles
 
 _FEWEST_ELEMENTS = 32
 _MOST_NAMED = 4
+_BLOCK_ELEMENTS = 1 << 18
 
 
 class Readable(Protocol):
@@ -135,7 +136,7 @@ def compare_masters(checkpoint: Readable, placements: Mapping[str, Placement], f
         for piece, masters in _pieces(placements[key], files):
             odd.compared += 1
             held = _box(checkpoint, checkpoint.state.tensors[parameter], placements[key], piece)
-            if held is not None and not _same(held, _cast(masters, checkpoint.state.tensors[parameter].dtype)):
+            if held is not None and not _is_cast(held, masters, checkpoint.state.tensors[parameter].dtype):
                 odd.tensors.setdefault(parameter)
                 odd.files[str(placements[key].extent(piece).file)] += 1
     return odd
@@ -144,6 +145,25 @@ def compare_masters(checkpoint: Readable, placements: Mapping[str, Placement], f
 def _pieces(placement: Placement, files: MappedFiles) -> Iterator[tuple[int, Array]]:
     for piece in range(len(placement.tiling)):
         yield piece, placement.view(piece, files)
+
+
+def _is_cast(held: Array, masters: Array, dtype: DType) -> bool:
+    """Whether `held` is what `masters` are in another type."""
+    held = held.reshape(-1)
+    return all(_same(held[part], _cast(values, dtype)) for part, values in _blocks(masters))
+
+
+def _is_rounded(masters: Array, coarse: DType, dtype: DType) -> bool:
+    """Whether no value changes on its way through a coarser type. The first one that does decides."""
+    return all(_same(_cast(_cast(values, coarse), dtype), values) for _, values in _blocks(masters))
+
+
+def _blocks(values: Array) -> Iterator[tuple[slice, Array]]:
+    """Yields parts of a vector of all values: casting takes long, and memory for what it makes."""
+    flat = values.reshape(-1)
+    for first in range(0, flat.size, _BLOCK_ELEMENTS):
+        part = slice(first, first + _BLOCK_ELEMENTS)
+        yield part, flat[part]
 
 
 def _cast(values: Array, dtype: DType) -> Array:
@@ -168,7 +188,7 @@ def find_rounded(
             continue
         odd.compared += 1
         for piece, masters in _pieces(placements[key], files):
-            if masters.size >= _FEWEST_ELEMENTS and _same(_cast(_cast(masters, coarse), entry.dtype), masters):
+            if masters.size >= _FEWEST_ELEMENTS and _is_rounded(masters, coarse, entry.dtype):
                 odd.tensors.setdefault(key)
                 odd.files[str(placements[key].extent(piece).file)] += 1
     return odd
