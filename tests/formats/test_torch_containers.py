@@ -139,7 +139,7 @@ def test_a_legacy_pickle_larger_than_the_first_window_is_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "error"),
     [
-        (b"", "SR-PKL-CONTAINER"),
+        (b"", "SR-FILE-EMPTY"),
         (b"hello world, this is text", "SR-PKL-CONTAINER"),
         (b"\x80\x02cos\nsystem\n(S'x'\ntR.", "SR-PKL"),
     ],

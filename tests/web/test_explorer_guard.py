@@ -81,6 +81,9 @@ def test_two_host_lines_are_refused(server: ExplorerServer) -> None:
 
 def test_a_checkpoint_at_an_address_is_shown() -> None:
     pytest.importorskip("fsspec")
+    from samerun.stores import remote
+
+    before = set(remote._views)
     address = WHOLE.resolve().as_uri()
     with serving([address]) as here:
         assert answer(here, "start")["places"][0]["name"] == "0"
@@ -88,6 +91,7 @@ def test_a_checkpoint_at_an_address_is_shown() -> None:
         assert events(here, "values", place="0", key="param:1.bias")[-1]["seen"] == 9
         response, body = ask(here, "/api/checkpoint?place=0/..")
         assert (response.status, codes(body)) == (403, {"SR-UI-OUTSIDE"})
+    assert set(remote._views) == before  # what was fetched of it is gone with the server
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])

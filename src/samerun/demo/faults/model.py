@@ -7,7 +7,9 @@ from typing import Any
 from samerun.demo.faults.catalog import Kind, in_job
 from samerun.demo.faults.wrap import after_load, wrap
 
-FORWARD = ("SR-EVAL-LOGITS", "SR-EVAL-LOSS")
+FORWARD = ("SR-EVAL-LOGITS", "SR-EVAL-LOSS", "SR-UPD-LOSS")
+"""In float32 the fixed examples show it. In bfloat16 a small difference is rounding there, and the first update's loss,
+over many more tokens, is what leaves its band."""
 
 
 @in_job("epsilon-changed", Kind.ARCHITECTURE, *FORWARD)

@@ -33,15 +33,14 @@ _REPORT_POLICY = "connect-src 'none'; base-uri 'none'; form-action 'none'; frame
 """Beside the report's own policy, which names its only script by hash and forbids every fetch."""
 
 
-def make_application(places: Places, workers: Workers, token: str) -> ASGIApp:
+def make_application(answers: Answers, workers: Workers, token: str) -> ASGIApp:
     """Returns the guarded application, for a server that listens on the loopback interface."""
-    answers = Answers(places)
     told = (answers.start, answers.checkpoint, answers.tensors, answers.tree, answers.tensor, answers.run)
     works = (answers.values, answers.diff, answers.deep)
     routes = [
         Route("/", _shell),
         Route("/static/{name}", _static),
-        Route("/run/{path:path}", _records(places)),
+        Route("/run/{path:path}", _records(answers.places)),
         *(Route(f"/api/{answer.__name__}", _json(answer)) for answer in told),
         *(Route(f"/stream/{work.__name__}", _stream(work, workers)) for work in works),
     ]

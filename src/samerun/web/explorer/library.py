@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -90,12 +91,18 @@ class Library:
             if known is None or known.stamp != stamp:
                 checkpoint = open_checkpoint(path)
                 known = Opened(checkpoint, inspect_checkpoint(checkpoint), stamp)
+                weakref.finalize(known, checkpoint.close)  # once no job reads it any more
             with self._own:
                 self._opened[name] = known
                 self._opened.move_to_end(name)
-                while len(self._opened) > KEPT:  # closed once no job reads it any more
+                while len(self._opened) > KEPT:
                     self._opened.popitem(last=False)
             return known
+
+    def close(self) -> None:
+        """Lets go of every checkpoint; each is closed once no job reads it any more."""
+        with self._own:
+            self._opened.clear()
 
 
 def _stamp(path: Path | str) -> tuple[Any, ...]:

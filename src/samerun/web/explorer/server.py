@@ -11,6 +11,7 @@ from types import FrameType
 
 import uvicorn
 
+from samerun.web.explorer.answers import Answers
 from samerun.web.explorer.app import make_application
 from samerun.web.explorer.places import Places
 from samerun.web.explorer.stream import Workers
@@ -39,13 +40,13 @@ class ExplorerServer:
             UsageError: if nothing lies at a named path.
             OSError: if the port is taken.
         """
-        places = Places(named)
+        self._answers = Answers(Places(named))
         self._workers = Workers()
         self.token = secrets.token_urlsafe(24)
         self._socket = socket.create_server((LOOPBACK, port))  # from here on a browser waits instead of being refused
         self.port = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            make_application(places, self._workers, self.token),
+            make_application(self._answers, self._workers, self.token),
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -69,6 +70,7 @@ class ExplorerServer:
             return
         finally:
             self._workers.close()
+            self._answers.library.close()
 
     def stop(self) -> None:
         """Ends `serve` from another thread."""
