@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from samerun.demo.faults.catalog import LOW, Kind, in_job
-from samerun.demo.faults.wrap import after_load, local, second_half, trained
+from samerun.demo.faults.wrap import after_load, flip_last_bit, local, second_half, trained
 
 
 @in_job("optimizer-reset", Kind.OPTIMIZER, "SR-LOAD-OPT-RESET")
@@ -207,12 +207,10 @@ def diverge_replica() -> None:
 @in_job("one-bit", Kind.FILES, "SR-LOAD-PARAM")
 def change_the_last_bit() -> None:
     """One weight of one rank differs in its last bit: the smallest change there is."""
-    import torch
 
     def then(model: Any, optimizer: Any) -> None:
         if int(os.environ["RANK"]) == 0:
-            values = local(next(trained(model))).view(-1)
-            values.view(torch.int32 if values.element_size() == 4 else torch.int16)[0] ^= 1
+            flip_last_bit(local(next(trained(model))))
 
     after_load(then)
 

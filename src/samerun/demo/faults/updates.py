@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from samerun.demo.faults.catalog import LOW, Kind, in_job
-from samerun.demo.faults.wrap import after_load, around_step, local, second_half, wrap
+from samerun.demo.faults.wrap import after_load, around_step, flip_last_bit, local, second_half, wrap
 
 NUMBERS = ("SR-UPD-LOSS", "SR-UPD-GRADNORM", "SR-UPD-UPDATENORM", "SR-UPD-DELTA")
 
@@ -119,13 +119,12 @@ def skip_a_step() -> None:
 
 @in_job("replica-drifts", Kind.REPLICAS, "SR-UPD-REPLICA", layout="dp_replicate=2,dp_shard=2")
 def drift_apart() -> None:
-    """From the second update on, one replica adds a rounding error of its own."""
+    """From the second update on, one replica rounds one weight otherwise, by its last bit."""
 
     def step(number: int, optimizer: Any, original: Callable[[], Any]) -> Any:
         result = original()
         if number >= 2 and second_half():
-            values = local(optimizer.param_groups[0]["params"][0]).view(-1)
-            values[:1] *= 1 + 2**-5
+            flip_last_bit(local(optimizer.param_groups[0]["params"][0]))
         return result
 
     around_step(step)

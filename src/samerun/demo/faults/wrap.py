@@ -73,6 +73,13 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def flip_last_bit(values: Any) -> None:
+    """Changes the first of these values, a view, by its last bit."""
+    import torch
+
+    values.view(-1).view(torch.int32 if values.element_size() == 4 else torch.int16)[0] ^= 1
+
+
 def trained(model: Any) -> Iterator[Any]:
     """Yields the trainable parameters that hold values on this rank."""
     return (p for p in model.parameters() if p.requires_grad and local(p).numel())
