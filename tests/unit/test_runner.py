@@ -14,7 +14,13 @@ import pytest
 
 from samerun.core.tolerance import band_from_controls, band_from_user, bands_from_json, bands_to_json
 from samerun.errors import Problem, Severity, UsageError
-from samerun.runner.assess import assess_evaluation, check_environment, check_resumed_at, control_microbatches
+from samerun.runner.assess import (
+    assess_evaluation,
+    assess_updates,
+    check_environment,
+    check_resumed_at,
+    control_microbatches,
+)
 from samerun.runner.evidence import (
     control_traces,
     find_recorded,
@@ -38,8 +44,9 @@ from samerun.stores.local import fingerprint_tree
 from samerun.trace import TraceWriter
 from samerun.verify.bands import Controls
 from samerun.verify.stage import STAGES, StageResult
+from samerun.verify.updates import WindowPlan
 from support.manifests import manifest, manifest_data, to_yaml
-from support.observations import FIRST, make_evaluation, make_observed
+from support.observations import BATCH, COUNT, FIRST, make_evaluation, make_observed, make_state, make_update
 
 
 class Notes(Silent):
@@ -315,6 +322,18 @@ def test_an_evaluation_that_was_not_made() -> None:
     clean = assess_evaluation(manifest(), controls, make_evaluation(losses=(3.0 + 1e-6, 2.5)), bands)
     assert clean.problems == ()
     assert 0.3 < clean.measured["worst"]["eval_loss"]["used"] < 0.4
+
+
+def test_replicas_are_compared_beside_numbers_that_left_their_band() -> None:
+    controls = Controls(names=("first",), observed=(make_observed(),), evaluations=())
+    band = band_from_controls("loss", FIRST, [[0.0] * COUNT], factor=10, floor=1e-6)
+    plan = WindowPlan(stage="window", first_update=FIRST, num_updates=COUNT, bands=(band,), global_batch=BATCH)
+    off = make_update(FIRST + 3, loss=9.0)
+    odd = make_state("end", odd=[{"rank": 2, "digest": "1" * 16}])
+    found = assess_updates(controls, make_observed(off, states=(make_state("loaded"), odd)), plan)
+    assert {problem.code for problem in found.problems} == {"SR-UPD-LOSS", "SR-UPD-REPLICA"}
+    cut = assess_updates(controls, make_observed(off, states=(make_state("loaded"),)), plan)
+    assert {problem.code for problem in cut.problems} == {"SR-UPD-LOSS"}  # no end state: the reason is named already
 
 
 def test_where_a_job_says_that_it_stands() -> None:

@@ -203,7 +203,7 @@ def assess_updates(controls: Controls, observed: Observed, plan: WindowPlan) -> 
             line.body if (line := item.state("end")) is not None else None
             for item in (_ran_control(controls), observed)
         ]
-        if not has_errors(problems):  # a job that stopped early has no end state, and the reason is already named
+        if ends[1] is not None or not has_errors(problems):  # without an end state the reason may be named already
             problems += check_end(ends[0], ends[1], plan.stage)
         measured["throughput"] = {"control": throughput(controls.reference), "candidate": throughput(observed)}
     return Assessment(tuple(problems), measured)
