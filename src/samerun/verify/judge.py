@@ -89,7 +89,7 @@ RULES: tuple[Rule, ...] = (
 
 _CAUSAL = (
     "checkpoint", "source-unchanged", "conversion", "job", "batch", "state-coverage", "state-values", "replicas",
-    "optimizer", "progress", "schedule", "randomness", "forward", "samples", "finite", "numerics", "movement",
+    "optimizer", "progress", "schedule", "randomness", "forward", "samples", "finite", "movement", "numerics",
     "boundaries", "control",
 )  # fmt: skip
 """Criteria in causal order: what comes first can cause what comes later."""
