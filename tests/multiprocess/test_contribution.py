@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,60 +20,8 @@ from samerun.catalog import load_catalog
 from samerun.core.batch import Dealing, deal
 from samerun.errors import UsageError
 from samerun.train.contribution import ContributionMean, accumulate
+from support.contribution import Toy, count, loss_sum, make_data, make_model
 from support.gloo import run_ranks
-
-VOCAB, WIDTH, HIDDEN, LENGTH = 11, 5, 10, 7
-IGNORE = -100
-NUM_SAMPLES = 23
-
-
-class Block(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = torch.nn.Linear(WIDTH, HIDDEN)
-        self.down = torch.nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.down(torch.tanh(self.up(hidden)))
-
-
-class Toy(torch.nn.Module):
-    """Embedding, two blocks, a head; vocabulary, width and hidden size divide by neither 3 nor 4."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(VOCAB, WIDTH)
-        self.blocks = torch.nn.ModuleList([Block(), Block()])
-        self.norm = torch.nn.LayerNorm(WIDTH)
-        self.head = torch.nn.Linear(WIDTH, VOCAB)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed(ids.flatten())
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden))
-
-
-def make_model(dtype: torch.dtype) -> Toy:
-    torch.manual_seed(1)
-    return Toy().to(torch.float64).to(dtype)
-
-
-def make_data() -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples with 0 to LENGTH valid tokens each."""
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(VOCAB, (NUM_SAMPLES, LENGTH), generator=generator)
-    targets = torch.randint(VOCAB, (NUM_SAMPLES, LENGTH), generator=generator)
-    valid = torch.randint(LENGTH + 1, (NUM_SAMPLES, 1), generator=generator)
-    return ids, targets.masked_fill(torch.arange(LENGTH) >= valid, IGNORE)
-
-
-def count(targets: torch.Tensor, unit: str) -> int:
-    return int((targets != IGNORE).sum()) if unit == "tokens" else len(targets)
-
-
-def loss_sum(model: torch.nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(ids), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def reference(unit: str, batch: int) -> tuple[dict[str, torch.Tensor], float]:

@@ -14,11 +14,10 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from test_contribution import count, loss_sum, make_data, make_model
-
 from samerun.core.batch import Dealing, deal
 from samerun.errors import UsageError
 from samerun.train.contribution import ContributionMean, accumulate
+from support.contribution import count, loss_sum, make_data, make_model
 from support.gloo import run_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
