@@ -10,7 +10,7 @@
 Derived from lightning 2.6.6 (`loops/fit_loop.py`, `loops/training_epoch_loop.py`, `callbacks/callback.py`). Works with
 automatic optimization. Needs the package `lightning`, or `pytorch_lightning`.
 """
-# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
 
