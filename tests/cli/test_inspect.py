@@ -195,3 +195,23 @@ def test_a_small_checkpoint_takes_less_than_half_a_second_of_work(saved: Path):
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(used) < 0.5 * float(os.environ.get("SAMERUN_SLOWNESS", "1.5"))
+
+
+@pytest.mark.parametrize(
+    "verb", [["inspect"], ["digest"], ["memory", "--layout", "dp_shard=2"], ["draft", "--to", "dp_shard=2"]]
+)
+def test_where_one_is_has_a_path_and_nothing_has_none(verb: list[str], saved: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(saved)
+    assert run(*verb, ".").returncode == 0
+    done = run(*verb, "")
+    assert done.returncode == 2
+    assert "the path is empty" in done.stderr
+
+
+def test_memory_reads_a_url_and_a_manifest_names_none(saved: Path):
+    local = run("memory", saved, "--layout", "dp_shard=3", "--json")
+    assert local.returncode == 0
+    assert run("memory", f"file://{saved}", "--layout", "dp_shard=3", "--json").stdout == local.stdout
+    done = run("draft", f"file://{saved}", "--to", "dp_shard=3")
+    assert done.returncode == 2
+    assert f"file {f'file://{saved}'}" in done.stderr

@@ -158,6 +158,8 @@ def open_checkpoint(path: str | os.PathLike[str], format: str | None = None, *, 
     """
     if format is not None and format not in FORMATS:
         raise UsageError(_unknown_format(format))
+    if not os.fspath(path):
+        raise UsageError(_no_path())
     if is_url(path):
         return _open_remote(str(path), format, unfinished=unfinished)
     return _open_local(Path(path), format, unfinished=unfinished)
@@ -390,6 +392,11 @@ def _unsupported(root: Path, resemblance: str) -> Problem:
         where={"file": str(root)},
         hint=f"looked for {_LOOKED_FOR}, here and two levels below",
     )
+
+
+def _no_path() -> Problem:
+    hint = "a variable of the shell that is not set gives this; the directory one is in is called ."
+    return Problem("SR-PATH-NONE", "the path is empty", where={"file": ""}, hint=hint)
 
 
 def _nothing_there(root: Path) -> Problem:
