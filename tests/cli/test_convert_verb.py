@@ -81,6 +81,8 @@ def test_names_change_with_a_map(source: Path, tmp_path: Path) -> None:
         (["--to", "safetensors", "--layout", "dp:4"], 2),
         (["--to", "safetensors", "--memory-budget", "much"], 2),
         (["--to", "dcp", "--max-shard", "5GB"], 2),
+        (["--to", "dcp", "--allow", "SR-NOPE"], 2),
+        (["--to", "dcp", "--layout", "dp_shard=99999999999"], 2),
         ([], 2),
     ],
 )
