@@ -215,3 +215,10 @@ def test_memory_reads_a_url_and_a_manifest_names_none(saved: Path):
     done = run("draft", f"file://{saved}", "--to", "dp_shard=3")
     assert done.returncode == 2
     assert f"file {f'file://{saved}'}" in done.stderr
+
+
+def test_patterns_that_choose_nothing_have_no_digest(saved: Path):
+    assert run("digest", saved, "--include", "param:*").returncode == 0
+    done = run("digest", saved, "--include", "parm:*")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "SR-USAGE-KEY" in done.stderr
