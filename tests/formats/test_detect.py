@@ -73,6 +73,11 @@ def test_an_unknown_format_name_lists_those_that_are_read(saved: Path):
     assert "dcp" in str(caught.value)
 
 
+def test_a_whole_dcp_directory_read_as_something_else_is_not_called_unfinished(saved: Path):
+    with pytest.raises(UnsupportedVersion, match=r"SR-PATH-UNKNOWN.*torch\.distributed\.checkpoint"):
+        open_checkpoint(saved, "zero")
+
+
 @pytest.mark.parametrize(
     ("name", "what"),
     [

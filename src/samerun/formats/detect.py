@@ -135,6 +135,7 @@ _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar", ".safetensors")
 
 # What other formats leave behind, and what to call it: to say what a directory looks like when it is not read.
 _RESEMBLES = (
+    (re.compile(r"^\.metadata$"), "a torch.distributed.checkpoint directory"),
     (re.compile(r"^(?:bf16_)?zero_pp_rank_\d+_"), "a DeepSpeed ZeRO checkpoint"),
     (re.compile(r"^mp_rank_\d+"), "a DeepSpeed or Megatron-LM checkpoint"),
     (re.compile(r"^common\.pt$"), "a Megatron-LM distributed checkpoint"),
@@ -333,7 +334,7 @@ def _resemblance(names: Iterable[str]) -> str:
 def _no_checkpoint(root: Path) -> FormatError:
     names = sorted(os.listdir(root))
     data = [name for name in names if name.endswith(".distcp")]
-    if data:
+    if data and ".metadata" not in names:
         return CorruptCheckpoint(_unfinished(root, data, names))
     files = [root / name for name in names if name.endswith(_SUFFIXES)]
     empty = [file for file in files if file.is_file() and not file.stat().st_size]
