@@ -378,6 +378,13 @@ def test_an_index_that_is_none(tmp_path: Path):
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("part", [5, None, ["model-00001-of-00002.safetensors"]])
+def test_an_index_that_names_no_file_for_a_tensor(part: Any, tmp_path: Path):
+    edit_index(indexed(tmp_path), lambda index: index["weight_map"].update(x=part))
+    with pytest.raises(CorruptCheckpoint, match=r"SR-META-INDEX.*'x'"):
+        open_checkpoint(tmp_path)
+
+
 def test_numbered_parts_without_an_index(tmp_path: Path):
     (indexed(tmp_path) / "model.safetensors.index.json").unlink()
     assert codes(open_checkpoint(tmp_path)) == set()
@@ -454,6 +461,19 @@ def test_a_lost_trainer_state_is_missed(trainer: Path):
 def test_a_damaged_trainer_state_is_named(trainer: Path):
     (trainer / "trainer_state.json").write_text("{")
     assert "SR-FILE-BESIDE" in codes(open_checkpoint(trainer))
+    assert "SR-HF-STATE" not in codes(open_checkpoint(trainer))  # it is there
+
+
+@pytest.mark.parametrize("updates", ["five", -3, 2.5, None])
+def test_a_trainer_state_without_a_number_of_updates(updates: Any, trainer: Path):
+    edit_json(trainer / "trainer_state.json", global_step=updates)
+    problem = find(open_checkpoint(trainer), "SR-HF-STATE")[0]
+    assert problem.found == ("nothing" if updates is None else repr(updates))
+
+
+def test_a_trainer_state_with_absurd_numbers_is_read(trainer: Path):
+    edit_json(trainer / "trainer_state.json", global_step=10**400)
+    assert "SR-CNT-OPTIMIZER" in {problem.code for problem in inspect_checkpoint(open_checkpoint(trainer)).problems}
 
 
 def test_generator_states_of_more_processes_are_stale(trainer: Path):

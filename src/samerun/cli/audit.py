@@ -98,7 +98,7 @@ def _order(text: str) -> GlobalOrder:
         return order_from_spec(text)
     try:
         return order_from_spec(json.loads(Path(text).read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         hint = "json.dump(order_spec(order), file) writes such a file"
         problem = Problem("SR-ORDER-TEXT", f"the order's file cannot be read: {error}", where={"file": text}, hint=hint)
         raise UsageError(problem) from None
