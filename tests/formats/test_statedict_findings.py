@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file, save_model
 
 from samerun.core.mesh import Layout
@@ -291,6 +292,17 @@ def test_an_empty_file_is_named(shards: Path):
     (shards / "shard-00002-model-00001-of-00001.safetensors").write_bytes(b"")
     assert "SR-FILE-EMPTY" in codes(open_checkpoint(shards))
     assert not complete(shards)
+
+
+@pytest.mark.parametrize("extra", [b"zz", bytes(4096)])
+def test_bytes_behind_the_tensors_are_loose(extra: bytes, tmp_path: Path):
+    file = tmp_path / "model.safetensors"
+    save_file(weights(), file)
+    assert "SR-ST-LOOSE" not in codes(open_checkpoint(file))
+    file.write_bytes(file.read_bytes() + extra)
+    assert f"{len(extra)} bytes" in find(open_checkpoint(file), "SR-ST-LOOSE")[0].message
+    with pytest.raises(SafetensorError):  # what the finding says
+        load_file(file)
 
 
 def test_a_truncated_file_loses_what_lies_behind(tmp_path: Path):
