@@ -71,7 +71,7 @@ def command(
     from samerun.trace import check_trace, read_trace
     from samerun.verify.audit_runs import audit_runs, check_runs
 
-    order = _order(order_text) if order_text else None
+    order = None if order_text is None else _order(order_text)
     found = [read_trace(path) for path in traces]
     begin = _begin(found, order, from_sample, last_batch) if order is not None else None
     audit = audit_runs(found, order, begin=begin, last_batch=last_batch)
