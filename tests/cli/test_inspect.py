@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from samerun.cli.output import print_problems
+from samerun.errors import Problem
 from samerun.formats.detect import open_checkpoint
 from samerun.verify.checksums import combine_checksums
 from support.dcp import job_state, save, split_tensor
@@ -222,3 +224,17 @@ def test_patterns_that_choose_nothing_have_no_digest(saved: Path):
     done = run("digest", saved, "--include", "parm:*")
     assert (done.returncode, done.stdout) == (2, "")
     assert "SR-USAGE-KEY" in done.stderr
+
+
+@pytest.mark.parametrize("tolerance", ["nan", "inf"])
+def test_tolerances_that_decide_nothing_are_refused(tolerance: str, saved: Path):
+    for name in ("--rtol", "--atol"):
+        done = run("diff", saved, saved, name, tolerance)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "SR-USAGE-OPTION" in done.stderr
+
+
+def test_a_value_that_is_not_there_is_not_printed(capsys: pytest.CaptureFixture[str]):
+    print_problems([Problem("SR-X", "x", expected=3), Problem("SR-X", "y", found=0), Problem("SR-X", "z")])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if not line.startswith("error")]
+    assert lines == ["expected 3", "found 0"]
