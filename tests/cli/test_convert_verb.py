@@ -129,3 +129,9 @@ def test_options_that_are_for_some_formats_only(source: Path, tmp_path: Path) ->
         code, out = run(source, tmp_path / "dest", *more)
         assert (code, out) == (2, "")
     assert not (tmp_path / "dest").exists()
+
+
+def test_a_destination_with_an_odd_name_is_shown_on_one_line(source: Path, tmp_path: Path) -> None:
+    code, out = run(source, tmp_path / "new\n\x1b[31mname", "--to", "dcp")
+    assert code == 0
+    assert "new\\n\\x1b[31mname: " in out

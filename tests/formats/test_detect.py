@@ -59,6 +59,7 @@ def test_a_tracker_that_leads_nowhere_names_what_is_there(content: str, saved: P
     with pytest.raises(CorruptCheckpoint, match="SR-PATH-TRACKER") as caught:
         open_checkpoint(tmp_path)
     assert "step-3" in str(caught.value)
+    assert ("the tracker is empty" in str(caught.value)) == (not content)
 
 
 def test_nothing_there_names_neighbours(saved: Path):

@@ -283,12 +283,12 @@ def _print_plan(prepared: Prepared) -> None:
 
 
 def _print_done(prepared: Prepared, done: Converted) -> None:
-    from samerun.cli.output import print_problems, stderr_console
+    from samerun.cli.output import print_problems, printable, stderr_console
     from samerun.core.size import format_size
 
     rate = format_size(round(done.bytes_written / done.seconds)) if done.seconds else "-"
     tensors = len(prepared.plan.keys) + len(prepared.plan.embedded)
-    click.echo(f"{done.dest}: {format_size(done.bytes_written)} in {done.seconds:.1f} s ({rate}/s)")
+    click.echo(f"{printable(str(done.dest))}: {format_size(done.bytes_written)} in {done.seconds:.1f} s ({rate}/s)")
     click.echo(f"proved: {tensors:,} tensors read back equal, state {done.state}")
-    click.echo(f"proof: {done.proof}")
+    click.echo(f"proof: {printable(str(done.proof))}")
     print_problems((*prepared.decisions, *done.problems), stderr_console())

@@ -425,11 +425,15 @@ def _several(root: Path, found: list[Path]) -> Problem:
 
 
 def _broken_tracker(tracker: Path, name: str, others: list[Path]) -> Problem:
-    what = f"{name}, which is no checkpoint" if name else "something that is not a plain name"
+    what = "names something that is not a plain name"
+    if name:
+        what = f"names {name}, which is no checkpoint"
+    elif not tracker.stat().st_size:
+        what = "is empty"
     complete = ", ".join(str(path.relative_to(tracker.parent)) for path in others[-5:])
     return Problem(
         "SR-PATH-TRACKER",
-        f"the tracker names {what}: that save never finished or was removed",
+        f"the tracker {what}: that save never finished or was removed",
         where={"file": str(tracker)},
         hint=f"checkpoints beside it: {complete}" if complete else "there is no other checkpoint beside it",
     )
