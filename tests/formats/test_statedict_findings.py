@@ -340,6 +340,12 @@ def test_headers_that_make_no_sense_are_refused(content: bytes, tmp_path: Path):
         open_checkpoint(tmp_path / "model.safetensors")
 
 
+def test_a_tensor_of_an_unknown_type_that_is_cut_off_leaves_no_loose_bytes(tmp_path: Path):
+    header = json.dumps({"w": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"x")
+    assert codes(open_checkpoint(tmp_path / "m.safetensors")) == {"SR-FILE-DTYPE"}
+
+
 def test_unknown_element_types_are_left_out(tmp_path: Path):
     entries = {
         "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},

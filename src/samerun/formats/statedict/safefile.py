@@ -127,7 +127,7 @@ def _place(file: Path, entries: dict[str, Any], data: int, end: int) -> tuple[di
     problems += [_unknown_dtype(file, name, names) for name, names in unknown.items()]
     if _overlap(spans):
         raise CorruptCheckpoint(_header(file, "two tensors share bytes"))
-    if not lost and (loose := end - data - sum(after - before for before, after in spans)):
+    if not lost and (loose := end - data - sum(after - before for before, after in spans)) > 0:
         problems.append(_loose(file, loose))
     return tensors, problems
 
