@@ -81,6 +81,8 @@ def test_names_change_with_a_map(source: Path, tmp_path: Path) -> None:
         (["--to", "safetensors", "--layout", "dp:4"], 2),
         (["--to", "safetensors", "--memory-budget", "much"], 2),
         (["--to", "dcp", "--max-shard", "5GB"], 2),
+        (["--to", "dcp", "--allow", "SR-NOPE"], 2),
+        (["--to", "dcp", "--layout", "dp_shard=99999999999"], 2),
         ([], 2),
     ],
 )
@@ -127,3 +129,9 @@ def test_options_that_are_for_some_formats_only(source: Path, tmp_path: Path) ->
         code, out = run(source, tmp_path / "dest", *more)
         assert (code, out) == (2, "")
     assert not (tmp_path / "dest").exists()
+
+
+def test_a_destination_with_an_odd_name_is_shown_on_one_line(source: Path, tmp_path: Path) -> None:
+    code, out = run(source, tmp_path / "new\n\x1b[31mname", "--to", "dcp")
+    assert code == 0
+    assert "new\\n\\x1b[31mname: " in out

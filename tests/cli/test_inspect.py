@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from samerun.cli.output import print_problems
+from samerun.errors import Problem
 from samerun.formats.detect import open_checkpoint
 from samerun.verify.checksums import combine_checksums
 from support.dcp import job_state, save, split_tensor
@@ -195,3 +197,44 @@ def test_a_small_checkpoint_takes_less_than_half_a_second_of_work(saved: Path):
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(used) < 0.5 * float(os.environ.get("SAMERUN_SLOWNESS", "1.5"))
+
+
+@pytest.mark.parametrize(
+    "verb", [["inspect"], ["digest"], ["memory", "--layout", "dp_shard=2"], ["draft", "--to", "dp_shard=2"]]
+)
+def test_where_one_is_has_a_path_and_nothing_has_none(verb: list[str], saved: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(saved)
+    assert run(*verb, ".").returncode == 0
+    done = run(*verb, "")
+    assert done.returncode == 2
+    assert "the path is empty" in done.stderr
+
+
+def test_memory_reads_a_url_and_a_manifest_names_none(saved: Path):
+    local = run("memory", saved, "--layout", "dp_shard=3", "--json")
+    assert local.returncode == 0
+    assert run("memory", f"file://{saved}", "--layout", "dp_shard=3", "--json").stdout == local.stdout
+    done = run("draft", f"file://{saved}", "--to", "dp_shard=3")
+    assert done.returncode == 2
+    assert f"file {f'file://{saved}'}" in done.stderr
+
+
+def test_patterns_that_choose_nothing_have_no_digest(saved: Path):
+    assert run("digest", saved, "--include", "param:*").returncode == 0
+    done = run("digest", saved, "--include", "parm:*")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "SR-USAGE-KEY" in done.stderr
+
+
+@pytest.mark.parametrize("tolerance", ["nan", "inf"])
+def test_tolerances_that_decide_nothing_are_refused(tolerance: str, saved: Path):
+    for name in ("--rtol", "--atol"):
+        done = run("diff", saved, saved, name, tolerance)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "SR-USAGE-OPTION" in done.stderr
+
+
+def test_a_value_that_is_not_there_is_not_printed(capsys: pytest.CaptureFixture[str]):
+    print_problems([Problem("SR-X", "x", expected=3), Problem("SR-X", "y", found=0), Problem("SR-X", "z")])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if not line.startswith("error")]
+    assert lines == ["expected 3", "found 0"]

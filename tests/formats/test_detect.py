@@ -59,6 +59,7 @@ def test_a_tracker_that_leads_nowhere_names_what_is_there(content: str, saved: P
     with pytest.raises(CorruptCheckpoint, match="SR-PATH-TRACKER") as caught:
         open_checkpoint(tmp_path)
     assert "step-3" in str(caught.value)
+    assert ("the tracker is empty" in str(caught.value)) == (not content)
 
 
 def test_nothing_there_names_neighbours(saved: Path):
@@ -71,6 +72,11 @@ def test_an_unknown_format_name_lists_those_that_are_read(saved: Path):
     with pytest.raises(UsageError, match="SR-PATH-FORMAT") as caught:
         open_checkpoint(saved, "onnx")
     assert "dcp" in str(caught.value)
+
+
+def test_a_whole_dcp_directory_read_as_something_else_is_not_called_unfinished(saved: Path):
+    with pytest.raises(UnsupportedVersion, match=r"SR-PATH-UNKNOWN.*torch\.distributed\.checkpoint"):
+        open_checkpoint(saved, "zero")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file, save_model
 
 from samerun.core.mesh import Layout
@@ -293,6 +294,17 @@ def test_an_empty_file_is_named(shards: Path):
     assert not complete(shards)
 
 
+@pytest.mark.parametrize("extra", [b"zz", bytes(4096)])
+def test_bytes_behind_the_tensors_are_loose(extra: bytes, tmp_path: Path):
+    file = tmp_path / "model.safetensors"
+    save_file(weights(), file)
+    assert "SR-ST-LOOSE" not in codes(open_checkpoint(file))
+    file.write_bytes(file.read_bytes() + extra)
+    assert f"{len(extra)} bytes" in find(open_checkpoint(file), "SR-ST-LOOSE")[0].message
+    with pytest.raises(SafetensorError):  # what the finding says
+        load_file(file)
+
+
 def test_a_truncated_file_loses_what_lies_behind(tmp_path: Path):
     save_file(weights(), tmp_path / "model.safetensors")
     data = (tmp_path / "model.safetensors").read_bytes()
@@ -326,6 +338,12 @@ def test_headers_that_make_no_sense_are_refused(content: bytes, tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CorruptCheckpoint, match=r"SR-FILE-HEADER|SR-FILE-TRUNCATED"):
         open_checkpoint(tmp_path / "model.safetensors")
+
+
+def test_a_tensor_of_an_unknown_type_that_is_cut_off_leaves_no_loose_bytes(tmp_path: Path):
+    header = json.dumps({"w": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"x")
+    assert codes(open_checkpoint(tmp_path / "m.safetensors")) == {"SR-FILE-DTYPE"}
 
 
 def test_unknown_element_types_are_left_out(tmp_path: Path):
@@ -375,6 +393,13 @@ def test_an_index_that_leads_elsewhere_is_not_followed(tmp_path: Path):
 def test_an_index_that_is_none(tmp_path: Path):
     (indexed(tmp_path) / "model.safetensors.index.json").write_text("{")
     with pytest.raises(CorruptCheckpoint, match="SR-META-INDEX"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("part", [5, None, ["model-00001-of-00002.safetensors"]])
+def test_an_index_that_names_no_file_for_a_tensor(part: Any, tmp_path: Path):
+    edit_index(indexed(tmp_path), lambda index: index["weight_map"].update(x=part))
+    with pytest.raises(CorruptCheckpoint, match=r"SR-META-INDEX.*'x'"):
         open_checkpoint(tmp_path)
 
 
@@ -454,6 +479,19 @@ def test_a_lost_trainer_state_is_missed(trainer: Path):
 def test_a_damaged_trainer_state_is_named(trainer: Path):
     (trainer / "trainer_state.json").write_text("{")
     assert "SR-FILE-BESIDE" in codes(open_checkpoint(trainer))
+    assert "SR-HF-STATE" not in codes(open_checkpoint(trainer))  # it is there
+
+
+@pytest.mark.parametrize("updates", ["five", -3, 2.5, None])
+def test_a_trainer_state_without_a_number_of_updates(updates: Any, trainer: Path):
+    edit_json(trainer / "trainer_state.json", global_step=updates)
+    problem = find(open_checkpoint(trainer), "SR-HF-STATE")[0]
+    assert problem.found == ("nothing" if updates is None else repr(updates))
+
+
+def test_a_trainer_state_with_absurd_numbers_is_read(trainer: Path):
+    edit_json(trainer / "trainer_state.json", global_step=10**400)
+    assert "SR-CNT-OPTIMIZER" in {problem.code for problem in inspect_checkpoint(open_checkpoint(trainer)).problems}
 
 
 def test_generator_states_of_more_processes_are_stale(trainer: Path):

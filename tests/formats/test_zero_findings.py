@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,37 @@ def test_swapped_model_files_show_by_who_records_ties(tmp_path: Path):
     assert "SR-ZERO-SWAPPED" not in codes(problems_of(root))
     swap(first, root / "zero_pp_rank_1_mp_rank_00_model_states.pt")
     assert only(root, "SR-ZERO-SWAPPED").where["rank"] == 1
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_copy_in_another_ranks_place_is_found_at_stage_3(link: bool, tmp_path: Path):
+    root = stage3(tmp_path, 4)
+    assert "SR-ZERO-SWAPPED" not in codes(problems_of(root))
+    source, target = optim(root, 0), optim(root, 1)
+    target.unlink()
+    target.symlink_to(source.name) if link else shutil.copy(source, target)
+    problem = only(root, "SR-ZERO-SWAPPED")
+    assert "ranks 0 and 1 hold the same values" in problem.message
+    assert problem.where["rank"] == 1
+
+
+def test_ranks_that_hold_zeros_alone_are_alike_by_right(tmp_path: Path):
+    root = stage3(tmp_path, 4)
+    for rank in (0, 1):
+
+        def clear(state: dict[str, Any]) -> None:
+            for tensor in tensors_in(state):
+                tensor.zero_()
+
+        edit_state(optim(root, rank), clear)
+    assert "SR-ZERO-SWAPPED" not in codes(problems_of(root))
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    for item in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ():
+        yield from tensors_in(item)
 
 
 def test_whether_ranks_are_right_stays_open_at_stage_3_unless_padding_tells(tmp_path: Path):

@@ -227,6 +227,22 @@ def test_a_garbled_line_is_told_and_no_crash(tmp_path: Path, field: str, value: 
     assert "SR-TRACE-LINE" in codes
 
 
+@pytest.mark.parametrize("options", [(), ("--order", TEXT)])
+def test_a_trace_without_updates_proves_nothing(tmp_path: Path, options: tuple[str, ...]) -> None:
+    with TraceWriter(tmp_path, 0) as writer:
+        writer.write("header", {"schema": "samerun/trace/1", "rank": 0, "world_size": 1})
+    code, body, found = run([tmp_path], *options)
+    assert (code, body["exactly_once"], found) == (1, False, ["SR-AUDIT-EMPTY"])
+
+
+def test_an_order_that_is_empty_or_nested_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (trace,) = moved(tmp_path, degrees=(4,))
+    for text in ("", str(tmp_path / "deep.json")):
+        with pytest.raises(UsageError, match="SR-ORDER-TEXT"):
+            run([trace], "--order", text)
+
+
 def test_every_code_is_in_the_catalogue() -> None:
     names = ("BEGIN", "GAP", "ROLLBACK", "DIGEST", "SET", "IDS", "PADDING")
     assert {f"SR-AUDIT-{name}" for name in names} <= set(load_catalog())

@@ -321,6 +321,9 @@ class TestVerbs:
             CliRunner(env={"COLUMNS": "120"}).invoke(batch, [*words, "--json"], catch_exceptions=False).stdout
         )
         assert sum(map(sum, body["token_dealing"]["tokens"])) == 28
+        lengths.write_bytes(b"\x80\x05")
+        with pytest.raises(UsageError, match="SR-BATCH-INVALID"):
+            CliRunner().invoke(batch, words, catch_exceptions=False)
 
     def test_rates_of_a_checkpoint(self) -> None:
         optimizer, scheduler = build(SCHEDULERS["cosine"])

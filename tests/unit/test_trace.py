@@ -232,6 +232,21 @@ def test_a_missing_rank(tmp_path: Path) -> None:
     assert codes(tmp_path) == ["SR-TRACE-RANKS"]
 
 
+def test_an_absurd_number_of_ranks_is_named_not_counted(tmp_path: Path) -> None:
+    write(tmp_path, header_change=lambda rank: {"world_size": 10**12})
+    (problem,) = [found for found in check_trace(read_trace(tmp_path)) if found.code == "SR-TRACE-RANKS"]
+    assert problem.message.endswith("missing: 4, 5, 6, 7, 8, 9, 10, 11 and more")
+
+
+def test_a_rank_that_comes_twice_and_one_that_the_job_does_not_have(tmp_path: Path) -> None:
+    write(tmp_path)
+    for number, rank in ((2, 1), (3, 7)):
+        file = tmp_path / file_name(number)
+        file.write_text(file.read_text().replace(f'"rank": {number}', f'"rank": {rank}'))
+    (problem,) = [found for found in check_trace(read_trace(tmp_path)) if found.code == "SR-TRACE-RANKS"]
+    assert problem.message == "the job had 4 ranks; files: missing: 2, 3; repeated: 1; no ranks of it: 7"
+
+
 def test_files_of_two_jobs(tmp_path: Path) -> None:
     write(tmp_path, header_change=lambda rank: {"world_size": 3} if rank < 3 else {})
     assert codes(tmp_path) == ["SR-TRACE-RANKS"]

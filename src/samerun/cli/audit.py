@@ -71,7 +71,7 @@ def command(
     from samerun.trace import check_trace, read_trace
     from samerun.verify.audit_runs import audit_runs, check_runs
 
-    order = _order(order_text) if order_text else None
+    order = None if order_text is None else _order(order_text)
     found = [read_trace(path) for path in traces]
     begin = _begin(found, order, from_sample, last_batch) if order is not None else None
     audit = audit_runs(found, order, begin=begin, last_batch=last_batch)
@@ -98,7 +98,7 @@ def _order(text: str) -> GlobalOrder:
         return order_from_spec(text)
     try:
         return order_from_spec(json.loads(Path(text).read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         hint = "json.dump(order_spec(order), file) writes such a file"
         problem = Problem("SR-ORDER-TEXT", f"the order's file cannot be read: {error}", where={"file": text}, hint=hint)
         raise UsageError(problem) from None

@@ -102,7 +102,7 @@ def command(
 
 
 def _read_lengths(file: Path) -> list[int]:
-    words = file.read_text(encoding="utf-8").replace(",", " ").split()
+    words = file.read_text(encoding="utf-8", errors="replace").replace(",", " ").split()
     if wrong := [word for word in words if not (word.isascii() and word.isdigit())]:
         raise UsageError(Problem("SR-BATCH-INVALID", f"{file} holds {wrong[0]!r}", expected="whole numbers of tokens"))
     return list(map(int, words))

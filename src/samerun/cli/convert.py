@@ -90,6 +90,7 @@ def command(
     from samerun.formats.mapped import MappedCheckpoint
     from samerun.stores.remote import is_url
 
+    _require_codes(allow)
     settings = Settings(_parse_size("--memory-budget", memory_budget), threads or min(8, os.cpu_count() or 1))
     wanted = dict(_parse_dtype(text) for text in dtypes)
     writer = _writer(to, max_shard, flavour, stage)
@@ -140,6 +141,19 @@ def command(
 
 def _usage(code: str, message: str, hint: str) -> UsageError:
     return UsageError(Problem(code, message, hint=hint))
+
+
+def _require_codes(codes: tuple[str, ...]) -> None:
+    """Raises UsageError for a code that no finding has: it would accept nothing, and nobody would notice."""
+    from difflib import get_close_matches
+
+    from samerun.catalog import load_catalog
+
+    known = load_catalog()
+    if unknown := [code for code in codes if code not in known]:
+        close = [near for code in unknown for near in get_close_matches(code.upper(), known, n=3)]
+        hint = f"closest: {', '.join(close)}" if close else "`samerun explain --list` shows every code"
+        raise UsageError(Problem("SR-USAGE-CODE", f"--allow: there is no finding {', '.join(unknown)}", hint=hint))
 
 
 def _parse_size(option: str, text: str) -> int:
@@ -269,12 +283,12 @@ def _print_plan(prepared: Prepared) -> None:
 
 
 def _print_done(prepared: Prepared, done: Converted) -> None:
-    from samerun.cli.output import print_problems, stderr_console
+    from samerun.cli.output import print_problems, printable, stderr_console
     from samerun.core.size import format_size
 
     rate = format_size(round(done.bytes_written / done.seconds)) if done.seconds else "-"
     tensors = len(prepared.plan.keys) + len(prepared.plan.embedded)
-    click.echo(f"{done.dest}: {format_size(done.bytes_written)} in {done.seconds:.1f} s ({rate}/s)")
+    click.echo(f"{printable(str(done.dest))}: {format_size(done.bytes_written)} in {done.seconds:.1f} s ({rate}/s)")
     click.echo(f"proved: {tensors:,} tensors read back equal, state {done.state}")
-    click.echo(f"proof: {done.proof}")
+    click.echo(f"proof: {printable(str(done.proof))}")
     print_problems((*prepared.decisions, *done.problems), stderr_console())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import click
 
 from samerun.cli.output import emit_json, printable
+from samerun.errors import Problem, UsageError
 
 if TYPE_CHECKING:
     from samerun.verify.compare import Comparison
@@ -33,6 +35,7 @@ def command(ctx: click.Context, a: str, b: str, rtol: float, atol: float, map_fi
     samerun diff a b --rtol 1e-5 --map names.yaml --json
     samerun diff iter_0000100 hf-model --map megatron-to-llama,heads=32,groups=8
     """
+    _require_finite(rtol=rtol, atol=atol)
     from samerun.cli.progress import bytes_progress
     from samerun.formats.detect import open_checkpoint
     from samerun.formats.mapfile import read_name_map
@@ -57,6 +60,13 @@ def command(ctx: click.Context, a: str, b: str, rtol: float, atol: float, map_fi
     else:
         _print(result)
     ctx.exit(0 if result.equal else 1)
+
+
+def _require_finite(**tolerances: float) -> None:
+    """Raises UsageError for nan, within which nothing lies, and inf, within which everything does."""
+    for name, value in tolerances.items():
+        if not math.isfinite(value):
+            raise UsageError(Problem("SR-USAGE-OPTION", f"--{name} must be a number that ends, not {value}"))
 
 
 def _print(result: Comparison) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from samerun.cli.output import emit_json, printable
+from samerun.errors import Problem, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @click.command(name="digest")
@@ -36,6 +42,8 @@ def command(
     checkpoint = open_checkpoint(path, format_name)
     try:
         keys = select_keys(checkpoint.state.tensors, include, exclude)
+        if not keys and checkpoint.state.tensors:
+            raise UsageError(_nothing_chosen(checkpoint.path))
         total = sum(checkpoint.state.tensors[key].num_bytes for key in keys)
         with bytes_progress("digesting", total) as progress:
             digests = digest_checkpoint(
@@ -50,3 +58,9 @@ def command(
     for key, digest in digests.items():
         click.echo(f"{digest}  {printable(key)}")
     click.echo(f"{state}  state ({len(digests)} tensors)")
+
+
+def _nothing_chosen(path: Path) -> Problem:
+    """Nothing has a digest too, the same for every checkpoint: two misspelt patterns would look like equality."""
+    hint = "keys look like param:layers.0.w; quote a pattern, so that the shell leaves it alone"
+    return Problem("SR-USAGE-KEY", "no tensor is chosen by these patterns", where={"file": str(path)}, hint=hint)

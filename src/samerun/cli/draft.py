@@ -19,7 +19,7 @@ SCHEMA_NAME = "manifest-1.schema.json"
 
 
 @click.command(name="draft")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path")
 @click.option("--to", "to", required=True, metavar="LAYOUT", help="Destination: dp_shard=3, tp=2,dp_shard=2, dp=10.")
 @click.option("--from", "source", metavar="LAYOUT", help="Source layout, where the checkpoint does not say.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="File to write; default: standard output.")
@@ -28,7 +28,7 @@ SCHEMA_NAME = "manifest-1.schema.json"
 @click.option("--format", "format_name", metavar="F", help="The checkpoint's format; default: looked for.")
 @click.option("--json", "as_json", is_flag=True, help="Print the open questions as one JSON document.")
 def command(
-    path: Path,
+    path: str,
     to: str,
     source: str | None,
     output: Path | None,
@@ -56,6 +56,7 @@ def command(
     if output is None and (schema or as_json):
         raise UsageError(Problem("SR-USAGE-OPTION", "--schema and --json need a file to write: -o FILE"))
     _refuse_existing(output)
+    _refuse_url(path)
     checkpoint = open_checkpoint(path, format_name)
     told = None if source is None else _source_layout(source)
     destination = parse_layout(to, told or checkpoint.state.topology.layout)
@@ -91,6 +92,15 @@ def _refuse_existing(output: Path | None) -> None:
         raise UsageError(
             Problem("SR-DRAFT-EXISTS", "there is already such a file", where={"file": str(output)}, hint=hint)
         )
+
+
+def _refuse_url(path: str) -> None:
+    from samerun.stores.remote import is_url
+
+    if is_url(path):
+        hint = "copy the checkpoint here and draft from the copy; inspect, digest, diff, memory and convert read URLs"
+        message = "a manifest names a checkpoint on this machine, not a URL"
+        raise UsageError(Problem("SR-USAGE-OPTION", message, where={"file": path}, hint=hint))
 
 
 def _relative(checkpoint: Path, output: Path | None) -> str:

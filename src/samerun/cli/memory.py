@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -19,14 +18,14 @@ _PARTS = ("parameters", "gradients", "optimizer", "masters", "ema", "buffers", "
 
 
 @click.command(name="memory")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path")
 @click.option("--layout", required=True, metavar="LAYOUT", help="Destination, such as tp=2,dp_shard=4, or dp=10.")
 @click.option("--device-memory", metavar="SIZE", help="One device's memory, such as 80GiB, to compare with.")
 @click.option("--dtype", metavar="DTYPE", help="Type that gathered parameters compute in; default: as stored.")
 @click.option("--format", "format_name", metavar="F", help="The checkpoint's format; default: looked for.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, with every rank.")
 def command(
-    path: Path, layout: str, device_memory: str | None, dtype: str | None, format_name: str | None, as_json: bool
+    path: str, layout: str, device_memory: str | None, dtype: str | None, format_name: str | None, as_json: bool
 ) -> int:
     """Estimate memory per destination rank, and on the host, from the shapes in a checkpoint.
 

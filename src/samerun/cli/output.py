@@ -92,9 +92,8 @@ def print_problems(problems: Iterable[Problem], console: Console | None = None) 
 
 
 def _disagreement(problem: Problem) -> str:
-    if problem.expected is None and problem.found is None:
-        return ""
-    return f"expected {problem.expected}, found {problem.found}"
+    values = {"expected": problem.expected, "found": problem.found}
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
 
 
 def exit_code(problems: Iterable[Problem]) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Self
 
+MOST_RANKS = 1 << 20  # that a layout given as text may have: a slip of the key is refused, not worked off
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -118,7 +119,10 @@ class Layout:
             if {"dp_shard", "dp_replicate"} & axes.keys():
                 raise ValueError("give either dp=N or dp_shard/dp_replicate, not both")
             axes |= _split_replicas(replicas, source)
-        return cls.from_dict(axes)
+        layout = cls.from_dict(axes)
+        if layout.world_size > MOST_RANKS:
+            raise ValueError(f"{text!r} has {layout.world_size} ranks; a layout has at most {MOST_RANKS}")
+        return layout
 
 
 def _split_replicas(replicas: int, source: Layout | None) -> dict[str, int]:

@@ -135,6 +135,7 @@ _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar", ".safetensors")
 
 # What other formats leave behind, and what to call it: to say what a directory looks like when it is not read.
 _RESEMBLES = (
+    (re.compile(r"^\.metadata$"), "a torch.distributed.checkpoint directory"),
     (re.compile(r"^(?:bf16_)?zero_pp_rank_\d+_"), "a DeepSpeed ZeRO checkpoint"),
     (re.compile(r"^mp_rank_\d+"), "a DeepSpeed or Megatron-LM checkpoint"),
     (re.compile(r"^common\.pt$"), "a Megatron-LM distributed checkpoint"),
@@ -158,6 +159,8 @@ def open_checkpoint(path: str | os.PathLike[str], format: str | None = None, *, 
     """
     if format is not None and format not in FORMATS:
         raise UsageError(_unknown_format(format))
+    if not os.fspath(path):
+        raise UsageError(_no_path())
     if is_url(path):
         return _open_remote(str(path), format, unfinished=unfinished)
     return _open_local(Path(path), format, unfinished=unfinished)
@@ -331,7 +334,7 @@ def _resemblance(names: Iterable[str]) -> str:
 def _no_checkpoint(root: Path) -> FormatError:
     names = sorted(os.listdir(root))
     data = [name for name in names if name.endswith(".distcp")]
-    if data:
+    if data and ".metadata" not in names:
         return CorruptCheckpoint(_unfinished(root, data, names))
     files = [root / name for name in names if name.endswith(_SUFFIXES)]
     empty = [file for file in files if file.is_file() and not file.stat().st_size]
@@ -392,6 +395,11 @@ def _unsupported(root: Path, resemblance: str) -> Problem:
     )
 
 
+def _no_path() -> Problem:
+    hint = "a variable of the shell that is not set gives this; the directory one is in is called ."
+    return Problem("SR-PATH-NONE", "the path is empty", where={"file": ""}, hint=hint)
+
+
 def _nothing_there(root: Path) -> Problem:
     import difflib
 
@@ -417,11 +425,15 @@ def _several(root: Path, found: list[Path]) -> Problem:
 
 
 def _broken_tracker(tracker: Path, name: str, others: list[Path]) -> Problem:
-    what = f"{name}, which is no checkpoint" if name else "something that is not a plain name"
+    what = "names something that is not a plain name"
+    if name:
+        what = f"names {name}, which is no checkpoint"
+    elif not tracker.stat().st_size:
+        what = "is empty"
     complete = ", ".join(str(path.relative_to(tracker.parent)) for path in others[-5:])
     return Problem(
         "SR-PATH-TRACKER",
-        f"the tracker names {what}: that save never finished or was removed",
+        f"the tracker {what}: that save never finished or was removed",
         where={"file": str(tracker)},
         hint=f"checkpoints beside it: {complete}" if complete else "there is no other checkpoint beside it",
     )

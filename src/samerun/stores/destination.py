@@ -24,7 +24,8 @@ _MIB = 1 << 20
 
 def incomplete_marker(path: Path) -> Path | None:
     """Returns the file that says that a checkpoint is not whole: in the directory, or beside the file. None if none."""
-    places = (path / INCOMPLETE_NAME, path.with_name(f"{path.name}.{INCOMPLETE_NAME}"))
+    path = path.absolute()  # `.` has no name of its own
+    places = (path / INCOMPLETE_NAME, path.parent / f"{path.name}.{INCOMPLETE_NAME}")
     return next((place for place in places if place.is_file()), None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from samerun.errors import Problem, Severity
@@ -11,6 +12,8 @@ from samerun.trace.model import Trace, UpdateLine
 
 RANK_AGREEMENT = 1e-6
 """How far two ranks' copies of one reduced number may lie apart (relative): reductions may end in different orders."""
+
+_MOST_NAMED = 8
 
 
 def check_trace(trace: Trace) -> list[Problem]:
@@ -37,17 +40,27 @@ def _check_ranks(trace: Trace) -> Iterator[Problem]:
             found=world_sizes[1:],
         )
         return
-    have = [rank.header.rank for rank in trace.ranks]
-    missing = sorted(set(range(world_sizes[0])) - set(have))
-    if missing or len(have) != len(set(have)):
-        yield Problem(
-            "SR-TRACE-RANKS",
-            f"the job had {world_sizes[0]} ranks; files for {', '.join(map(str, missing))} are missing or repeated",
-            where={"file": str(trace.path)},
-            hint="copy every rank's file into one directory (nodes may not share a file system)",
-            expected=world_sizes[0],
-            found=len(set(have)),
-        )
+    size = world_sizes[0]
+    have = Counter(rank.header.rank for rank in trace.ranks)
+    if len(have) == len(trace.ranks) == size and set(have) == set(range(size)):
+        return
+    missing = itertools.islice((rank for rank in range(size) if rank not in have), _MOST_NAMED + 1)
+    repeated = [rank for rank, number in sorted(have.items()) if number > 1]
+    beyond = [rank for rank in sorted(have) if not 0 <= rank < size]
+    named = {"missing": [*missing], "repeated": repeated, "no ranks of it": beyond}
+    yield Problem(
+        "SR-TRACE-RANKS",
+        f"the job had {size} ranks; files: "
+        + "; ".join(f"{what}: {_first(ranks)}" for what, ranks in named.items() if ranks),
+        where={"file": str(trace.path)},
+        hint="copy every rank's file into one directory (nodes may not share a file system)",
+        expected=size,
+        found=len(have),
+    )
+
+
+def _first(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:_MOST_NAMED])) + (" and more" if len(ranks) > _MOST_NAMED else "")
 
 
 def _check_ends(trace: Trace) -> Iterator[Problem]:

@@ -79,7 +79,8 @@ class RunAudit:
     @property
     def exactly_once(self) -> bool:
         """Whether every update consumed what it should, as far as anything was recorded at all."""
-        return all(audit.exactly_once for audit in self.epochs) and not self.wrong_updates and not self.unchecked
+        whole = all(audit.exactly_once for audit in self.epochs) and not self.wrong_updates and not self.unchecked
+        return whole and self.num_updates > 0
 
     @property
     def bound(self) -> int:
@@ -335,6 +336,12 @@ def _check_evidence(audit: RunAudit) -> Iterator[Problem]:
             where={"update": audit.wrong_updates[0][0]},
             found=short_ids([update for update, _ in audit.wrong_updates]),
             hint="the ledger holds digests only; record with keep_ids=True to learn which samples",
+        )
+    if not audit.num_updates:
+        yield Problem(
+            "SR-AUDIT-EMPTY",
+            "no trace records a completed update: there is nothing to audit",
+            hint="the job ended before its first `record`; give the traces of the starts that trained",
         )
     if audit.unchecked:
         yield Problem(

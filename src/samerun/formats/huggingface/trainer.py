@@ -106,8 +106,10 @@ def check_trainer(path: Path, trainer: Trainer, saved: SavedState) -> list[Probl
     stale = [file for rank, file in numbered(path, r"rng_state_(\d+)\.pth").items() if world and rank >= world]
     if stale:
         problems.append(_stale(stale, world or 0))
-    if saved.optimizers and not trainer.state:
+    if saved.optimizers and not trainer.state and not (path / "trainer_state.json").exists():
         problems.append(_no_state(path))
+    elif trainer.state and trainer.progress is None:
+        problems.append(_no_updates(path, trainer.state.get("global_step")))
     epoch = trainer.state.get("epoch")
     mid_epoch = isinstance(epoch, float) and not epoch.is_integer()
     if trainer.data and mid_epoch:
@@ -135,6 +137,17 @@ def _no_state(path: Path) -> Problem:
         severity=Severity.WARNING,
         where={"file": str(path / "trainer_state.json")},
         hint="Trainer starts at update 0 with this optimizer; restore the file, or write global_step and epoch by hand",
+    )
+
+
+def _no_updates(path: Path, found: Any) -> Problem:
+    return Problem(
+        "SR-HF-STATE",
+        "trainer_state.json does not say after how many updates this was saved",
+        where={"file": str(path / "trainer_state.json"), "key": "global_step"},
+        expected="a whole number, not negative",
+        found="nothing" if found is None else repr(found)[:40],
+        hint="Trainer goes on from what stands there; restore the file, or write global_step and epoch by hand",
     )
 
 

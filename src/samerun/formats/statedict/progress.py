@@ -65,7 +65,7 @@ def _count(value: Any) -> int | None:
     """Returns what a value counts: nothing unless it is whole and not negative (an epoch of 0.2 counts none)."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return int(value) if value >= 0 and float(value).is_integer() else None
+    return int(value) if value >= 0 and (isinstance(value, int) or value.is_integer()) else None
 
 
 def _disagree(counter: str, values: list[tuple[str, int]]) -> Problem:

@@ -112,12 +112,12 @@ def _place(file: Path, entries: dict[str, Any], data: int, end: int) -> tuple[di
         dtype = _DTYPES.get(str(entry.get("dtype")))
         if len(offsets) != 2 or offsets[1] < offsets[0]:
             raise CorruptCheckpoint(_header(file, f"the place of {name!r} is no range"))
+        spans.append((offsets[0], offsets[1]))
         if dtype is None:
             unknown.setdefault(str(entry.get("dtype")), []).append(name)
             continue
         if offsets[1] - offsets[0] != math.prod(shape) * dtype.num_bytes:
             raise CorruptCheckpoint(_header(file, f"the place of {name!r} is not as large as its shape and type"))
-        spans.append((offsets[0], offsets[1]))
         if data + offsets[1] > end:
             lost, needed = lost + 1, max(needed, data + offsets[1])
             tensors[name] = store_nothing(shape, dtype)
@@ -127,6 +127,8 @@ def _place(file: Path, entries: dict[str, Any], data: int, end: int) -> tuple[di
     problems += [_unknown_dtype(file, name, names) for name, names in unknown.items()]
     if _overlap(spans):
         raise CorruptCheckpoint(_header(file, "two tensors share bytes"))
+    if not lost and (loose := end - data - sum(after - before for before, after in spans)) > 0:
+        problems.append(_loose(file, loose))
     return tensors, problems
 
 
@@ -179,6 +181,15 @@ def _cut(file: Path, needed: int, found: int, lost: int = 0) -> Problem:
         expected=f"at least {needed} bytes",
         found=f"{found} bytes",
         hint="it was cut off or is still being written; restore it from the source",
+    )
+
+
+def _loose(file: Path, num_bytes: int) -> Problem:
+    return Problem(
+        "SR-ST-LOOSE",
+        f"{num_bytes} bytes of the file belong to no tensor: safetensors refuses to load it",
+        where={"file": str(file)},
+        hint="something was added to it, or its header is of another file; restore it from the source",
     )
 
 

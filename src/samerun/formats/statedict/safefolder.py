@@ -122,7 +122,7 @@ def _try_one(file: Path, files: MappedFiles, weights: Weights) -> dict[str, Stor
 
 def _open_index(folder: Path, name: str, files: MappedFiles, weights: Weights) -> None:
     index = _read_index(folder / name)
-    weight_map = {str(key): value for key, value in index.get("weight_map", {}).items() if isinstance(value, str)}
+    weight_map: dict[str, str] = index["weight_map"]
     parts = dict.fromkeys(weight_map.values())
     weights.files.append(folder / name)
     opened: dict[str, dict[str, Stored] | None] = {}
@@ -154,6 +154,8 @@ def _read_index(file: Path) -> Mapping[str, Any]:
         index = json.loads(file.read_bytes())
         if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
             raise ValueError("it has no weight_map")
+        if odd := [key for key, part in index["weight_map"].items() if not isinstance(part, str)]:
+            raise ValueError(f"what it names for {odd[0]!r} is no file: {index['weight_map'][odd[0]]!r}")
     except (OSError, ValueError, RecursionError) as error:
         from samerun.errors import CorruptCheckpoint
 

@@ -1,12 +1,13 @@
 """Rank files under each other's names. DeepSpeed loads them without an error; some layouts show it.
 
 Stages 1 and 2 keep in every file which slice of which parameter its rank holds. Stage 3 keeps nothing of the kind, but
-the end of a parameter that does not divide is padding, in the last ranks' files only, and moments are zero there.
+the end of a parameter that does not divide is padding, in the last ranks' files only, and moments are zero there. And
+no two of its ranks hold the same values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import islice
 
 import numpy as np
@@ -22,11 +23,58 @@ from samerun.formats.zero.source import Source
 
 _MOST_PADDINGS = 64
 _FEWEST_ELEMENTS = 4
+_FEWEST_BYTES = 16  # of values: a step counter is alike on all ranks
 
 
 def check_swapped(source: Source, names: Names) -> list[Problem]:
     """Returns what shows that rank files do not belong to the ranks in their names."""
-    return [*_by_maps(source, names), *_by_shared(source), *_by_padding(source)]
+    return [*_by_maps(source, names), *_by_shared(source), *_by_padding(source), *_by_copies(source)]
+
+
+def _by_copies(source: Source) -> list[Problem]:
+    """Finds files of two ranks with the same values, at stage 3: one is a copy, and what its rank held is lost.
+
+    Recorded checksums tell which may be equal; only those are read. Ranks that hold zeros alone are alike by right.
+    """
+    problems: list[Problem] = []
+    alike: dict[Hashable, OptimStates] = {}
+    for (mp, _), optim in source.optims.items() if source.stage == 3 else ():
+        held = {name: item for name, item in optim.file.archive.records.items() if name.startswith("data/")}
+        mark = (mp, tuple(sorted((name, item.num_bytes, item.crc32) for name, item in held.items())))
+        first = alike.setdefault(mark, optim)
+        if first is not optim and _same_values(source, first, optim):
+            problems.append(_copied(first, optim))
+    return problems
+
+
+def _same_values(source: Source, first: OptimStates, second: OptimStates) -> bool:
+    """Whether two files hold the same values, which are not all zero where there are more than a few bytes of them."""
+    filled = False
+    for name, item in first.file.archive.records.items():
+        if name.startswith("data/"):
+            other = second.file.archive.records[name]
+            a, b = (
+                np.frombuffer(
+                    source.files.range(file.file.path, at.offset_bytes, at.offset_bytes + at.num_bytes), np.uint8
+                )
+                for file, at in ((first, item), (second, other))
+            )
+            if not np.array_equal(a, b):
+                return False
+            filled = filled or (item.num_bytes > _FEWEST_BYTES and bool(a.any()))
+    return filled
+
+
+def _copied(first: OptimStates, second: OptimStates) -> Problem:
+    return Problem(
+        "SR-ZERO-SWAPPED",
+        f"the files of ranks {first.name.dp} and {second.name.dp} hold the same values: one is a copy of the other",
+        where={"file": str(second.file.path), "rank": second.name.dp},
+        expected=f"the slices of rank {second.name.dp}",
+        found=f"what {first.file.path.name} holds",
+        hint="a link or a copy stands in another file's place; what that rank held is in no file. Restore it, or use "
+        "another checkpoint",
+    )
 
 
 def _by_maps(source: Source, names: Names) -> list[Problem]:
