@@ -9,16 +9,6 @@ export OMP_NUM_THREADS=1
 if ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >&2 || true
 fi
-# The trainers whose runs the tests move. Without them those tests say so and skip.
-frameworks=$(sha256sum <"$top/requirements/frameworks.txt")
-if [ "$(cat "$venv/frameworks.stamp" 2>/dev/null)" != "$frameworks" ]; then
-  if pip install --quiet --disable-pip-version-check -c "$top/requirements/constraints.txt" \
-    -r "$top/requirements/frameworks.txt" >&2; then
-    echo "$frameworks" >"$venv/frameworks.stamp"
-  else
-    echo "the trainers could not be installed: their tests are skipped" >&2
-  fi
-fi
 if [ $# -gt 0 ]; then
   exec python -m pytest "$@"
 fi

@@ -54,8 +54,8 @@ def targets(folder: Path) -> list[Path]:
 
 
 def has_checksums(data: bytes) -> bool:
-    """Whether a file is a zip archive, whose entries carry checksums."""
-    return data.startswith(b"PK\x03\x04")
+    """Whether a file is a zip archive and nothing else, whose entries carry checksums."""
+    return data.startswith(b"PK\x03\x04") and data[-22:].startswith(b"PK\x05\x06")
 
 
 @pytest.fixture(scope="module")
