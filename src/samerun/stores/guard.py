@@ -112,15 +112,17 @@ def _forget(row: int) -> None:
 
 
 def guard_maps() -> None:
-    """Makes SIGBUS in a registered map an event. Called before values are read; the second call does nothing."""
+    """Makes SIGBUS in a registered map an event. Called before values are read, also again: others may have their own
+    handler put in place since (`faulthandler.enable()`), which is then called for faults elsewhere.
+    """
     if sys.platform.startswith("linux") and sys.maxsize > 2**32:
         with compiling:  # one thread at a time
-            _install()
+            _install(*_compile())
 
 
 @cache
-def _install() -> Any:
-    """Returns what has to stay alive for the handler; None where the system refuses it."""
+def _compile() -> tuple[Any, ctypes.CDLL, _Action, _Action]:
+    """Returns what has to stay alive for the handler: the engine, the C library, the action, and what was before it."""
     import llvmlite.binding as llvm
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -138,9 +140,15 @@ def _install() -> Any:
     )
     engine = make_engine(llvm.parse_assembly(text))
     action = _Action(handler=engine.get_function_address("handler"), flags=_SA_SIGINFO | _SA_NODEFER)
-    if libc.sigaction(int(signal.SIGBUS), ctypes.byref(action), ctypes.byref(before)) != 0:
-        return None
-    return engine, before
+    return engine, libc, action, before
+
+
+def _install(engine: Any, libc: ctypes.CDLL, action: _Action, before: _Action) -> None:
+    """Puts the handler in place unless it is there. Where the system refuses it, faults stay what they were."""
+    now = _Action()
+    if libc.sigaction(int(signal.SIGBUS), None, ctypes.byref(now)) == 0 and now.handler != action.handler:
+        ctypes.memmove(ctypes.byref(before), ctypes.byref(now), ctypes.sizeof(_Action))
+        libc.sigaction(int(signal.SIGBUS), ctypes.byref(action), None)
 
 
 def require_whole_maps() -> None:
