@@ -83,7 +83,7 @@ def test_every_fault_is_rejected_under_its_own_name(
     assert verdict["named"], f"wanted one of {fault.codes}, found {[reason['code'] for reason in verdict['reasons']]}"
     assert verdict["first_divergence"]["kind"] is not None
     if name == "heads-interleaved":
-        assert verdict["first_divergence"]["where"]["module"] == "blocks.0.attention.query"
+        assert verdict["first_divergence"]["where"]["module"].startswith("blocks.0.attention.")
 
 
 def test_the_moved_run_and_the_control_consume_the_same_samples(
