@@ -163,6 +163,7 @@ def main() -> nn.Module:
             dcp.save({"app": App(model, optimizer, scheduler, sampler)}, checkpoint_id=args.out / str(step))
 
     recorder.close()  # samerun
+    dist.barrier()  # no rank leaves while another's last collective is still under way
     dist.destroy_process_group()
     return model
 
