@@ -131,7 +131,7 @@ def test_without_checksums_it_is_said_why(tmp_path: Path):
         found = sums(tmp_path / name)
         assert (found.fingerprint, found.why) == (None, "these files record no checksum")
         deep = run("inspect", tmp_path / name, "--deep").stdout
-        assert "no fingerprint: these files record no checksum; every byte read, nothing recorded to compare" in deep
+        assert "no fingerprint: these files record no checksum; every byte read, no checksum recorded" in deep
         assert "intact     undecided  these files record nothing that bytes could be compared with" in deep
 
 
