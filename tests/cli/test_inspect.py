@@ -143,6 +143,17 @@ def test_what_keeps_intact_open_is_said():
     assert "intact     undecided  every checksum agrees; nothing shows that all files are of one save" in several
 
 
+def test_groups_that_went_with_a_file_are_not_described(saved: Path, tmp_path: Path):
+    """A half-copied directory: metadata is there, the file that holds the groups' settings is cut off."""
+    assert " parameters, lr" in run("inspect", saved).stdout
+    folder = Path(shutil.copytree(saved, tmp_path / "step-3"))
+    with open(folder / "__0_0.distcp", "r+b") as file:
+        file.truncate(300)
+    told = run("inspect", folder).stdout
+    assert "groups     not readable, because of SR-FILE-TRUNCATED" in told
+    assert "lr None" not in told
+
+
 def test_exit_codes(saved: Path, tmp_path: Path):
     assert run("inspect", saved).returncode == 0
     warned = Path(shutil.copytree(saved, tmp_path / "step-4"))

@@ -118,7 +118,9 @@ def test_a_proof_of_another_checkpoint_decides_nothing(shared_source: Path, tmp_
     dest = converted(shared_source, tmp_path / "dest")
     later = write_export(tmp_path / "later", seed=1)
     shutil.copy(proof_path(dest), proof_path(later))
-    assert codes(deep(later)) == {"SR-PROOF-VALUE"}  # same update, other values: which of the two is wrong shows nowhere
+    assert codes(deep(later)) == {
+        "SR-PROOF-VALUE"
+    }  # same update, other values: which of the two is wrong shows nowhere
     edit(later, lambda body: body["destination"].update(update=4))
     report = deep(later)
     assert codes(report) == {"SR-PROOF-FOREIGN"}

@@ -98,7 +98,7 @@ def _facts(report: InspectReport, *, deep: bool) -> Iterator[tuple[str, str]]:
     yield "written by", _written_by(state)
     yield "progress", _progress(state)
     if state.groups:
-        yield "groups", printable(_groups(state))
+        yield "groups", printable(_groups(report))
     pieces = sum(len(entry.tiling) for entry in state.tensors.values())
     where = f"{pieces:,} pieces in {report.num_files} files"
     yield (
@@ -147,7 +147,12 @@ def _progress(state: LogicalState) -> str:
     return ", ".join(parts)
 
 
-def _groups(state: LogicalState) -> str:
+def _groups(report: InspectReport) -> str:
+    state = report.state
+    lost = next((item.follows_from for item in report.problems if item.code.startswith("SR-GROUP-")), None)
+    if lost:
+        return f"not readable, because of {lost}"
+
     def setting(values: Any, name: str) -> str:
         value = values.get(name)
         return f"{name} {value:.6g}" if isinstance(value, int | float) else f"{name} {value}"

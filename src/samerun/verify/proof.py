@@ -5,6 +5,7 @@ The digests are the source's, and were found again when the destination was read
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -179,10 +180,8 @@ def _missing(proof: Proof, lost: list[str]) -> Problem:
 
 def _value(checkpoint: Checkpoint, differing: list[str], total: int) -> Problem:
     where = {"tensor": differing[0]}
-    try:
+    with contextlib.suppress(FormatError, IndexError):
         where["file"] = str(checkpoint.locate(differing[0], 0).file)
-    except (FormatError, IndexError):
-        pass
     return Problem(
         "SR-PROOF-VALUE",
         f"{len(differing)} of {total} tensors are not what the conversion wrote and proved: {_some(differing)}",
