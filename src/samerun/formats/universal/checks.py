@@ -57,7 +57,7 @@ def check_lost(assembled: Assembled) -> list[Problem]:
         problems.append(missing_file(path, f"{len(gone)} trained parameters have no folder: {_some(gone)}"))
     damaged = {name for name, _ in source.unreadable}
     lost = {name: slots for name, slots in assembled.slots.lost.items() if name in source.slots and name not in damaged}
-    bare = [name for name, slots in lost.items() if _has_no_moments(source, name)]
+    bare = [name for name in lost if _has_no_moments(source, name)]
     if bare:
         moments = sorted({slot for name in bare for slot in lost[name] if slot not in NO_MOMENTS})
         problems.append(_lost(source, bare, moments))
