@@ -131,7 +131,7 @@ def test_without_checksums_it_is_said_why(tmp_path: Path):
         found = sums(tmp_path / name)
         assert (found.fingerprint, found.why) == (None, "these files record no checksum")
         deep = run("inspect", tmp_path / name, "--deep").stdout
-        assert "no fingerprint: these files record no checksum; every byte read, nothing recorded to compare" in deep
+        assert "no fingerprint: these files record no checksum; every byte read, no checksum recorded" in deep
         assert "intact     undecided  these files record nothing that bytes could be compared with" in deep
 
 
@@ -141,6 +141,17 @@ def test_what_keeps_intact_open_is_said():
     assert "intact     undecided  only 60 of 80 payloads have a checksum; those agree" in some
     several = run("inspect", golden / "fsdp1-orig" / "local", "--deep").stdout
     assert "intact     undecided  every checksum agrees; nothing shows that all files are of one save" in several
+
+
+def test_groups_that_went_with_a_file_are_not_described(saved: Path, tmp_path: Path):
+    """A half-copied directory: metadata is there, the file that holds the groups' settings is cut off."""
+    assert " parameters, lr" in run("inspect", saved).stdout
+    folder = Path(shutil.copytree(saved, tmp_path / "step-3"))
+    with open(folder / "__0_0.distcp", "r+b") as file:
+        file.truncate(300)
+    told = run("inspect", folder).stdout
+    assert "groups     not readable, because of SR-FILE-TRUNCATED" in told
+    assert "lr None" not in told
 
 
 def test_exit_codes(saved: Path, tmp_path: Path):
