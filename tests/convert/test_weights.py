@@ -113,7 +113,7 @@ def test_a_run_is_not_weights(to: str, source: Checkpoint, tmp_path: Path) -> No
 
 def test_without_the_option_everything_travels(shared_source: Path, tmp_path: Path) -> None:
     for name, options in (("all.pt", []), ("w.pt", ["--weights-only"])):
-        with pytest.raises(SystemExit, match="^0$"):
+        with pytest.raises(SystemExit, match=r"^0$"):
             main(["convert", str(shared_source), str(tmp_path / name), "--to", "torch", *options])
     whole, weights = open_checkpoint(tmp_path / "all.pt"), open_checkpoint(tmp_path / "w.pt")
     assert set(weights.state.tensors) == {f"param:{name}" for name in NAMES}
