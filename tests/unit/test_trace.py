@@ -54,6 +54,15 @@ def update(index: int, replica: int, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def state_body(**changes: Any) -> dict[str, Any]:
+    """A state line of a job that holds nothing."""
+    objects = ("tensors", "counters", "objects", "rng")
+    lists = ("groups", "optimizers", "learning_rates", "broken_ties", "disagreements")
+    plain = {"when": "loaded", "update": 12, "world_size": 1, "layout": None, "state": "00" * 8}
+    plain |= {"scheduler": None, "config": None}
+    return {**plain, **{name: {} for name in objects}, **{name: [] for name in lists}, **changes}
+
+
 Change = Callable[[int, int], dict[str, Any]]  # (rank, update) -> fields to change
 
 
@@ -72,7 +81,8 @@ def write(
             for index in updates if updates is not None else [13, 14]:
                 writer.write("update", update(index, LAYOUT.batch_replica(rank), **change(rank, index)))
             if end:
-                writer.write("end", {"reason": "finished", "updates": 2})
+                count = len(updates) if updates is not None else 2
+                writer.write("end", {"reason": "finished", "updates": count})
     return directory
 
 
@@ -108,7 +118,7 @@ def test_tokens_are_unknown_if_one_replica_did_not_count_them(tmp_path: Path) ->
 def test_other_kinds_of_lines(tmp_path: Path) -> None:
     with TraceWriter(tmp_path, 0) as writer:
         writer.write("header", header(0, Layout()))
-        writer.write("state", {"when": "loaded", "update": 12, "state": "00ff", "tensors": {}})
+        writer.write("state", state_body())
         writer.write(
             "eval",
             {
@@ -127,7 +137,7 @@ def test_other_kinds_of_lines(tmp_path: Path) -> None:
     rank = read_trace(tmp_path).lead
     state = rank.state("loaded")
     assert state is not None
-    assert (state.update, state.body) == (12, {"state": "00ff", "tensors": {}})
+    assert (state.update, state.body["tensors"]) == (12, {})
     assert rank.state("end") is None
     assert rank.evals[0].losses[0] == 1.0
     assert math.isnan(rank.evals[0].losses[1])
@@ -147,17 +157,20 @@ def test_lines_of_a_later_version_are_passed_over(tmp_path: Path) -> None:
 
 
 numbers = st.one_of(st.none(), st.floats(allow_nan=False), st.just(math.inf), st.just(-math.inf))
+sizes = st.one_of(st.none(), st.floats(min_value=0.0, allow_nan=False), st.just(math.inf))
 
 
 @settings(max_examples=60, deadline=None)
-@given(loss=numbers, norm=numbers, ids=st.lists(st.one_of(st.integers(0, 2**40), st.text(max_size=5)), max_size=6))
+@given(loss=numbers, norm=sizes, ids=st.lists(st.one_of(st.integers(0, 2**40), st.text(max_size=5)), max_size=6))
 def test_numbers_and_ids_survive(
     tmp_path_factory: pytest.TempPathFactory, loss: Any, norm: Any, ids: list[Any]
 ) -> None:
     directory = tmp_path_factory.mktemp("trace")
     with TraceWriter(directory, 0) as writer:
         writer.write("header", header(0, Layout()))
-        writer.write("update", update(1, 0, loss=loss, grad_norm=norm, sample_ids=ids, samples=len(ids)))
+        finite = all(value is None or math.isfinite(value) for value in (loss, norm))
+        body = update(1, 0, loss=loss, grad_norm=norm, sample_ids=ids, samples=len(ids), finite=finite)
+        writer.write("update", body)
     for text in (directory / file_name(0)).read_bytes().split(b"\n")[:-1]:  # ids may hold other kinds of line break
         json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     line = read_trace(directory).lead.updates[0]

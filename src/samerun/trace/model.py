@@ -46,7 +46,8 @@ class UpdateLine:
     and equal on every rank; `samples`, `tokens` and `sample_ids` are this rank's. `deltas` are the L2 norms of the
     change of a few named parameters; `moved` those of every parameter (rank 0, first update of a job), and `gradients`
     those of the gradients that the step used. None: not measured. `ids_digest` is the set digest of this rank's ids
-    (`samerun.core.idset`), which stands also where the ids themselves were not kept.
+    (`samerun.core.idset`), which stands also where the ids themselves were not kept. `line` is the line of the file,
+    counted from 1.
     """
 
     update: int
@@ -66,6 +67,7 @@ class UpdateLine:
     seconds: float | None
     ids_digest: str | None = None
     gradients: Mapping[str, float] | None = None
+    line: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
