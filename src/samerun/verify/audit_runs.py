@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from samerun.core.idset import add_ids_digests, ids_digest
 from samerun.core.order import GlobalOrder
+from samerun.core.orders import KeyedOrder
 from samerun.core.progress import Committed, LastBatch, UpdateSpan, after, next_update
 from samerun.errors import Problem, Severity
 from samerun.trace import Trace
@@ -199,9 +203,10 @@ def _against(
     for number, line in enumerate(lineage):
         if not line.num_samples:
             continue
-        span = next_update(order, at, line.num_samples, last_batch)
-        if span.num_samples < line.num_samples:  # more than the epoch's end leaves: into the next one
-            span = next_update(order, at, line.num_samples, "carry")
+        if line.num_samples > _MOST_EPOCHS * order.num_samples(at.epoch):
+            wrong.append((line.update, line.num_samples))  # no update of this order: its positions are not walked
+            continue
+        span = _span(order, at, line.num_samples, last_batch)
         at = after(at, span, skipped=line.skipped)
         padding += [(line.update, item) for item in _padding(order, span)]
         if line.ids is None:
@@ -216,8 +221,8 @@ def _against(
             found.setdefault(part.epoch, []).append((number, mine))
     updates = [line.update for line in lineage]
     epochs = tuple(
-        _renumber(audit_window(expected[epoch], found[epoch], before=_before(order, begin, epoch)), updates)
-        for epoch in sorted(expected)
+        _renumber(audit_window(expected[epoch], ids, before=_before(order, begin, epoch, ids)), updates)
+        for epoch, ids in sorted(found.items())
     )
     return {
         "epochs": epochs,
@@ -226,6 +231,18 @@ def _against(
         "unchecked": unchecked,
         "end": at,
     }
+
+
+_MOST_EPOCHS = 1000  # that one update may take
+
+
+def _span(order: GlobalOrder, at: Committed, num_samples: int, last_batch: LastBatch) -> UpdateSpan:
+    """The positions that an update of so many samples takes; beyond an epoch's end it goes into the next one."""
+    if last_batch != "drop" or num_samples <= order.num_samples(at.epoch):
+        span = next_update(order, at, num_samples, last_batch)
+        if span.num_samples == num_samples:
+            return span
+    return next_update(order, at, num_samples, "carry")
 
 
 def _split(found: Ids, parts: Sequence[Ids]) -> list[Ids]:
@@ -252,8 +269,36 @@ def _padding(order: GlobalOrder, span: UpdateSpan) -> list[Any]:
     ]
 
 
-def _before(order: GlobalOrder, begin: Committed, epoch: int) -> list[Any]:
-    return order.ids(epoch, 0, begin.samples_in_epoch).tolist() if epoch == begin.epoch else []
+class _Before:
+    """Which of `asked` the order has before a position of an epoch; looked up when first asked, in slices."""
+
+    def __init__(self, order: GlobalOrder, begin: Committed, asked: Iterable[Any]) -> None:
+        self._order, self._begin, self._asked = order, begin, asked
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._found
+
+    @cached_property
+    def _found(self) -> frozenset[int]:
+        epoch, stop = self._begin.epoch, self._begin.samples_in_epoch
+        asked = {item for item in self._asked if isinstance(item, int) and 0 <= item < 1 << 63}
+        ids = np.fromiter(asked, np.int64, len(asked))
+        if isinstance(self._order, KeyedOrder):
+            ids = ids[ids < self._order.length]
+            return frozenset(ids[self._order.positions(epoch, ids) < stop].tolist())
+        found = np.zeros(len(ids), np.bool_)
+        for at in range(0, stop, _SLICE):
+            found |= np.isin(ids, self._order.ids(epoch, at, min(at + _SLICE, stop)))
+        return frozenset(ids[found].tolist())
+
+
+_SLICE = 1 << 20
+
+
+def _before(order: GlobalOrder, begin: Committed, epoch: int, found: Sequence[tuple[int, Ids]]) -> Container[Any]:
+    if epoch != begin.epoch or not begin.samples_in_epoch:
+        return ()
+    return _Before(order, begin, itertools.chain.from_iterable(ids for _, ids in found))
 
 
 def _renumber(audit: Audit, updates: Sequence[int]) -> Audit:
