@@ -93,7 +93,7 @@ def on_experts(rank: int, world_size: int) -> int:
         return gradient[first : first + number] if name in ("blocks.1.up", "blocks.1.down") else gradient
 
     mean = ContributionMean(flat, replicas=layout.batch_replicas)
-    return check_cases(model_of, mean, rank, make=make_experts, held=held)
+    return check_cases(model_of, mean, rank, make=make_experts, held=held, clips=False)
 
 
 def on_positions(rank: int, world_size: int) -> int:

@@ -150,10 +150,13 @@ def check_cases(
     held: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, gradient: gradient,
     columns: slice = slice(None),
     units: tuple[str, ...] = ("tokens", "samples"),
+    clips: bool = True,
 ) -> int:
     """Every case as one update of the same model, gradients set to zero in between as a loop does.
 
-    `replicas` is the number of ranks that see different samples, `held` what of a whole gradient this rank has.
+    `replicas` is the number of ranks that see different samples, `held` what of a whole gradient this rank has. Unless
+    the parameters lie on several meshes (then torch cannot), gradients are clipped afterwards: the norm that clipping
+    sees is that of the normalised gradient, and what is left of it is what is left of the whole batch's.
     """
     cases = [case for case in make_cases(replicas or mean.replicas) if case.unit in units]
     models = {dtype: model_of(dtype) for dtype in {case.dtype: None for case in cases}}
@@ -166,5 +169,15 @@ def check_cases(
         assert found.keys() == expected.keys()
         for name, gradient in found.items():
             torch.testing.assert_close(gradient.double(), held(name, expected[name]), rtol=tolerance, atol=tolerance)
+        if clips:
+            check_clipped(model, expected, tolerance)
         model.zero_grad()
     return len(cases)
+
+
+def check_clipped(model: torch.nn.Module, expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    total = torch.stack([gradient.square().sum() for gradient in expected.values()]).sum().sqrt()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), total.item() / 3)
+    assert whole(norm).item() == pytest.approx(total.item(), rel=tolerance)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient.double(), expected[name] / 3, rtol=1e-6, atol=1e-6)

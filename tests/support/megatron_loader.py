@@ -3,7 +3,7 @@
 `build_pretraining_data_loader` and its samplers come from the `megatron.training` that PYTHONPATH leads to. The wheel
 of megatron-core has it from 0.19 on; its code (if not its metadata) runs on Python 3.11, but for one name of `typing`.
 
-A job is `{"kind", "length", "micro", "dp", "tp", "consumed": [...]}`. The answer to each is, for every number of
+A job is `{"kind", "length", "micro", "dp", "tp", "ep", "consumed": [...]}`. The answer to each is, for every number of
 consumed samples, what each rank's loader then hands out until the epoch ends: `[consumed][rank][batch]`.
 """
 
@@ -19,7 +19,7 @@ import traceback
 import typing
 from typing import Any
 
-JOB = {"dp": 1, "tp": 1, "workers": 2}
+JOB = {"dp": 1, "tp": 1, "ep": 1, "workers": 2}
 
 
 def load() -> Any:
@@ -77,7 +77,9 @@ def on_rank(sending: Any, store: str, rank: int, world_size: int, samplers: Any,
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
         found: list[Any] = []
         for job in jobs:
-            mpu.initialize_model_parallel(job["tp"], create_gloo_process_groups=True)
+            mpu.initialize_model_parallel(
+                job["tp"], expert_model_parallel_size=job["ep"], create_gloo_process_groups=True
+            )
             assert mpu.get_data_parallel_world_size() == job["dp"]
             found.append([[[*map(int, batch)] for batch in loader_of(samplers, job, at)] for at in job["consumed"]])
             mpu.destroy_model_parallel()

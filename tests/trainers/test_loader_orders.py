@@ -288,8 +288,8 @@ MEGATRON: dict[str, GlobalOrder] = {
 def test_megatron() -> None:
     """`build_pretraining_data_loader` with two workers: its run is left after every update, and it resumes itself.
 
-    Then the sharded cyclic one on 2 x TP 2, whose tensor-parallel ranks read alike, and on 3 ranks as Megatron itself
-    would go on there: what it replays and omits is what `compare_switch` says.
+    Then the sharded cyclic one on 2 x TP 2, whose tensor-parallel ranks read alike; with EP 2, which changes nothing;
+    and on 3 ranks as Megatron itself would go on there: what it replays and omits is what `compare_switch` says.
     """
     jobs = [
         {"kind": kind, "length": LENGTH, "micro": 3, "dp": RANKS, "consumed": [*range(0, order.num_samples(0), STEP)]}
@@ -297,7 +297,9 @@ def test_megatron() -> None:
     ]
     jobs.append({"kind": "cyclic-sharded", "length": LENGTH, "micro": 3, "dp": 2, "tp": 2, "consumed": [0, 42, 48]})
     jobs.append({"kind": "cyclic-sharded", "length": LENGTH, "micro": 2, "dp": 3, "consumed": [24]})
-    *found, two, moved = megatron(jobs)
+    jobs.append({"kind": "cyclic-sharded", "length": LENGTH, "micro": 3, "dp": RANKS, "ep": 2, "consumed": [0, 12]})
+    *found, two, moved, experts = megatron(jobs)
+    assert experts == found[-1][:2]  # expert-parallel ranks read samples of their own
     for (kind, order), after in zip(MEGATRON.items(), found, strict=True):
         steps = -(-order.num_samples(0) // STEP)  # what ranks find beyond them is SR-ORDER-RAGGED
         real = joined(after[0])[:steps]
