@@ -6,7 +6,6 @@ As `tests/unit/test_routes.py`: a framework's run on four ranks is left after ea
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import os
@@ -65,6 +64,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.framework
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "library"), [("torchdata",) * 2, ("accelerate",) * 2, ("trainer", "transformers")])
 def test_the_kept_ids_are_those_of_the_installed_frameworks(name: str, library: str, tmp_path: Path) -> None:
@@ -79,6 +79,7 @@ def test_the_kept_ids_are_those_of_the_installed_frameworks(name: str, library: 
     assert now == kept
 
 
+@pytest.mark.framework
 @pytest.mark.parametrize("cut", [{}, {"split_batches": True}, {"even_batches": False}], ids=str)
 def test_accelerate(cut: dict[str, bool]) -> None:
     loading = pytest.importorskip("accelerate.data_loader")
@@ -127,6 +128,7 @@ def dispatched(rank: int, ranks: int, cut: dict[str, Any], batch: int) -> list[l
     return found
 
 
+@pytest.mark.framework
 @pytest.mark.parametrize("cut", [{}, {"split_batches": True}], ids=str)
 def test_accelerate_dispatching(cut: dict[str, bool]) -> None:
     """Process 0 reads, with workers, and deals to the others over gloo."""
@@ -145,6 +147,7 @@ def test_accelerate_dispatching(cut: dict[str, bool]) -> None:
         assert [sample for step in rest for sample in step][: len(ids)] == ids
 
 
+@pytest.mark.framework
 def test_stateful_loader_over_map_style_data() -> None:
     """A position from the states of four ranks, taken while their workers had read ahead."""
     build = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
@@ -208,6 +211,7 @@ def open_shard(shard: str, start: int) -> Iterator[tuple[str, int]]:
     return iter([(shard, place) for place in range(start, SHARDS[shard])])
 
 
+@pytest.mark.framework
 def test_streaming_shards_with_a_cursor_per_rank_and_worker() -> None:
     """After each batch: what four ranks with two workers each had handed out, and the rest exactly once on 3, 5, 2."""
     build = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
@@ -250,26 +254,17 @@ def test_streaming_shards_with_a_cursor_per_rank_and_worker() -> None:
     assert len(consumed) == len(set(consumed)) == 2 * (4 * RANKS - 1)
 
 
-def megatron_root() -> dict[str, str] | None:
-    """The environment in which `megatron.training` is found, with its loader; None where there is none."""
-    if place := os.environ.get("SAMERUN_MEGATRON"):
-        return {**os.environ, "PYTHONPATH": place}
-    spec = importlib.util.find_spec("megatron")
-    for root in spec.submodule_search_locations or () if spec is not None else ():
-        if Path(root, "training", "datasets", "data_samplers.py").exists():
-            return dict(os.environ)
-    return None
+MEGATRON_HERE = Path(sys.prefix, "megatron-training")
+"""Where `scripts/megatron.sh` puts a release whose loader runs, beside the one of the environment itself."""
 
 
 def megatron(jobs: list[dict[str, Any]]) -> list[Any]:
     """Runs Megatron's own loader on gloo ranks; see `support/megatron_loader.py`."""
-    environment = megatron_root()
-    if environment is None:
-        pytest.skip("no megatron.training: SAMERUN_MEGATRON names a folder that holds it (CONTRIBUTING.md)")
     script = Path(__file__).parents[1] / "support" / "megatron_loader.py"
     done = subprocess.run(
         [sys.executable, "-P", "-W", "ignore", str(script)],
-        input=json.dumps(jobs), env=environment, capture_output=True, text=True, timeout=240, check=False,
+        input=json.dumps(jobs), env={**os.environ, "PYTHONPATH": str(MEGATRON_HERE)},
+        capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -285,6 +280,7 @@ MEGATRON: dict[str, GlobalOrder] = {
 
 
 @pytest.mark.slow
+@(pytest.mark.framework if MEGATRON_HERE.exists() else pytest.mark.skip("no megatron.training: scripts/megatron.sh"))
 def test_megatron() -> None:
     """`build_pretraining_data_loader` with two workers: its run is left after every update, and it resumes itself.
 

@@ -8,6 +8,7 @@ torch's own layout is `tests/formats/test_generators.py`). Drawing from a state 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 from collections.abc import Mapping
@@ -25,7 +26,12 @@ from samerun.train.recorder import Recorder
 from samerun.verify.streams import check_kept_streams, check_policy
 from support.gloo import run_ranks
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
+IS_HERE = importlib.util.find_spec("megatron") is not None
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.framework if IS_HERE else pytest.mark.skip("megatron-core is not installed"),
+    pytest.mark.filterwarnings("ignore"),
+]
 MODEL, DATA, EXPERT = (f"megatron:{name}-parallel-rng" for name in ("model", "data", "expert"))
 
 
@@ -33,7 +39,6 @@ MODEL, DATA, EXPERT = (f"megatron:{name}-parallel-rng" for name in ("model", "da
 def megatron() -> None:
     """Imported once, for all ranks to inherit."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    pytest.importorskip("megatron.core")
     importlib.import_module("megatron.core.parallel_state")
     importlib.import_module("megatron.core.tensor_parallel.random")
 
