@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
-
-import numpy as np
 
 from samerun.core.idset import add_ids_digests, ids_digest
 from samerun.core.order import GlobalOrder
-from samerun.core.orders import KeyedOrder
 from samerun.core.progress import Committed, LastBatch, UpdateSpan, after, next_update
 from samerun.errors import Problem, Severity
 from samerun.trace import Trace
 from samerun.verify.audit import Audit, Ids, audit_window, check_audit
+from samerun.verify.before import consumed_before
 from samerun.verify.observed import short_ids
 
 
@@ -221,7 +218,7 @@ def _against(
             found.setdefault(part.epoch, []).append((number, mine))
     updates = [line.update for line in lineage]
     epochs = tuple(
-        _renumber(audit_window(expected[epoch], ids, before=_before(order, begin, epoch, ids)), updates)
+        _renumber(audit_window(expected[epoch], ids, before=consumed_before(order, begin, epoch, ids)), updates)
         for epoch, ids in sorted(found.items())
     )
     return {
@@ -267,38 +264,6 @@ def _padding(order: GlobalOrder, span: UpdateSpan) -> list[Any]:
         if part.stop > unpadded(part.epoch)
         for item in order.ids(part.epoch, max(part.start, unpadded(part.epoch)), part.stop).tolist()
     ]
-
-
-class _Before:
-    """Which of `asked` the order has before a position of an epoch; looked up when first asked, in slices."""
-
-    def __init__(self, order: GlobalOrder, begin: Committed, asked: Iterable[Any]) -> None:
-        self._order, self._begin, self._asked = order, begin, asked
-
-    def __contains__(self, item: object) -> bool:
-        return item in self._found
-
-    @cached_property
-    def _found(self) -> frozenset[int]:
-        epoch, stop = self._begin.epoch, self._begin.samples_in_epoch
-        asked = {item for item in self._asked if isinstance(item, int) and 0 <= item < 1 << 63}
-        ids = np.fromiter(asked, np.int64, len(asked))
-        if isinstance(self._order, KeyedOrder):
-            ids = ids[ids < self._order.length]
-            return frozenset(ids[self._order.positions(epoch, ids) < stop].tolist())
-        found = np.zeros(len(ids), np.bool_)
-        for at in range(0, stop, _SLICE):
-            found |= np.isin(ids, self._order.ids(epoch, at, min(at + _SLICE, stop)))
-        return frozenset(ids[found].tolist())
-
-
-_SLICE = 1 << 20
-
-
-def _before(order: GlobalOrder, begin: Committed, epoch: int, found: Sequence[tuple[int, Ids]]) -> Container[Any]:
-    if epoch != begin.epoch or not begin.samples_in_epoch:
-        return ()
-    return _Before(order, begin, itertools.chain.from_iterable(ids for _, ids in found))
 
 
 def _renumber(audit: Audit, updates: Sequence[int]) -> Audit:
