@@ -17,6 +17,7 @@ from samerun.core.mesh import Layout
 from samerun.errors import Severity, UsageError
 from samerun.trace import TraceWriter, check_trace, file_name, read_trace
 from samerun.verify.observed import observe
+from support.traces import empty_state
 
 LAYOUT = Layout(dp_shard=2, tp=2)
 IDS = {0: [3, 1], 1: [7]}  # by batch replica
@@ -52,15 +53,6 @@ def update(index: int, replica: int, **changes: Any) -> dict[str, Any]:
         "finite": True,
         "deltas": {"w": 0.5},
     } | changes
-
-
-def state_body(**changes: Any) -> dict[str, Any]:
-    """A state line of a job that holds nothing."""
-    objects = ("tensors", "counters", "objects", "rng")
-    lists = ("groups", "optimizers", "learning_rates", "broken_ties", "disagreements")
-    plain = {"when": "loaded", "update": 12, "world_size": 1, "layout": None, "state": "00" * 8}
-    plain |= {"scheduler": None, "config": None}
-    return {**plain, **{name: {} for name in objects}, **{name: [] for name in lists}, **changes}
 
 
 Change = Callable[[int, int], dict[str, Any]]  # (rank, update) -> fields to change
@@ -118,7 +110,7 @@ def test_tokens_are_unknown_if_one_replica_did_not_count_them(tmp_path: Path) ->
 def test_other_kinds_of_lines(tmp_path: Path) -> None:
     with TraceWriter(tmp_path, 0) as writer:
         writer.write("header", header(0, Layout()))
-        writer.write("state", state_body())
+        writer.write("state", empty_state(12))
         writer.write(
             "eval",
             {

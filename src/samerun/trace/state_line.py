@@ -63,7 +63,9 @@ _TENSOR = _record(
     | {"aliases": list_of(text), "cuts": list_of(list_of(anything)), "lead": whole},
 )
 _RANK_RNG = _record(
-    {"policy": text, "update": whole, "kept": list_of(text), "seeded": list_of(text)} | {"stream": whole, "seed": whole}
+    {"policy": text, "update": whole, "kept": list_of(text), "seeded": list_of(text)}
+    | {"stream": whole, "seed": whole},
+    {"tracker": mapping_of(whole)},
 )
 
 _FIELDS: dict[str, _Reader] = {
