@@ -34,6 +34,7 @@ class GPTConfig:
 SIZES = {
     "small": GPTConfig(),
     "tiny": GPTConfig(layers=2, dim=40, hidden=106, block=32),
+    "slim": GPTConfig(layers=5, dim=24, heads=2, hidden=70, block=24, rope_base=500.0, norm_eps=1e-6, tied=False),
 }
 
 

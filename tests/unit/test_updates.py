@@ -13,8 +13,10 @@ from samerun.errors import Problem, Severity
 from samerun.manifest.models import Tolerances
 from samerun.plan.schedule import PlannedRates
 from samerun.verify.bands import Controls, check_controls, complete_reference, plan_bands, split_bands
+from samerun.verify.movement import check_end
 from samerun.verify.observed import Observed
-from samerun.verify.updates import WindowPlan, check_end, compare_window
+from samerun.verify.updates import compare_window
+from samerun.verify.window import WindowPlan
 from support.observations import BATCH, COUNT, FIRST, TENSORS, make_evaluation, make_observed, make_state, make_update
 
 NOISE = 1e-7

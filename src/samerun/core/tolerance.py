@@ -29,13 +29,17 @@ from typing import Any, Literal, Self
 from samerun.core.dtype import DTYPES, DType
 from samerun.errors import Problem
 
-METRICS = ("loss", "grad_norm", "update_norm", "parameter_delta", "eval_loss", "eval_logits")
+METRICS = (*("loss", "grad_norm", "update_norm", "parameter_gradient", "parameter_delta", "eval_loss", "eval_logits"),)
+
+PER_TENSOR = ("parameter_gradient", "parameter_delta")
+"""Metrics that every tensor has a band of its own for."""
 
 GROWTH: Mapping[str, tuple[float, float]] = {
     "loss": (16.0, 4.0),  # one mean over all tokens behind the whole forward pass
     "grad_norm": (128.0, 128.0),  # forward, backward and a sum of squares over all parameters
     "update_norm": (64.0, 32.0),  # the same, through the optimizer, which divides by small numbers
-    "parameter_delta": (256.0, 256.0),  # one tensor alone: little averages its noise away
+    "parameter_gradient": (256.0, 256.0),  # one tensor alone: little averages its noise away
+    "parameter_delta": (256.0, 256.0),  # the same, through the optimizer
     "eval_loss": (8.0, 2.0),  # of one example, without dividing by its tokens
     "eval_logits": (16.0, 4.0),  # the largest of many differences, against the largest logit
 }
@@ -47,13 +51,14 @@ Measured between layouts (4 ranks to 3, 2, TP 2 x DP 2, HSDP 2 x 2) on a small G
 SINGLE = frozenset({"eval_loss", "eval_logits"})
 """Metrics of single examples: nothing is averaged, whatever the size of an update."""
 
-HELD_IN_COMPUTE_TYPE = frozenset({"grad_norm"})
+HELD_IN_COMPUTE_TYPE = frozenset({"grad_norm", "parameter_gradient"})
 """Metrics that a trainer may hold in the compute type itself: clipping computes the norm of bf16 gradients in bf16."""
 
 CEILING: Mapping[str, float] = {
     "loss": 0.02,
     "grad_norm": 0.25,
     "update_norm": 0.25,
+    "parameter_gradient": 0.25,
     "parameter_delta": 0.5,
     "eval_loss": 0.05,
     "eval_logits": 0.1,
@@ -73,7 +78,8 @@ class Band:
     """The limit for one metric, update by update.
 
     `limits[i]` belongs to update `first_update + i`; a metric measured once (evaluation) has one limit. `observed` are
-    the controls' own deviations, in the same order. `tensor` names the tensor for `parameter_delta`.
+    the controls' own deviations, in the same order. `tensor` names the tensor for metrics that every tensor has
+    (`PER_TENSOR`).
     """
 
     metric: str
@@ -229,11 +235,11 @@ def band_from_user(
 
 
 def bands_to_json(bands: Sequence[Band], noise: Sequence[str]) -> dict[str, Any]:
-    """Returns the sealed form: a band by metric, one by tensor for `parameter_delta`, and the tensors left out."""
+    """Returns the sealed form: a band by metric, one by tensor for those of `PER_TENSOR`, and the tensors left out."""
     body: dict[str, Any] = {"parameter_delta": {}, "noise": list(noise)}
     for band in bands:
         if band.tensor is not None:
-            body["parameter_delta"][band.tensor] = band.to_json()
+            body.setdefault(band.metric, {})[band.tensor] = band.to_json()
         else:
             body[band.metric] = band.to_json()
     return body
@@ -241,8 +247,9 @@ def bands_to_json(bands: Sequence[Band], noise: Sequence[str]) -> dict[str, Any]
 
 def bands_from_json(body: Mapping[str, Any]) -> tuple[Band, ...]:
     """Reads `bands_to_json` back."""
-    whole = [Band.from_json(item) for name, item in body.items() if name not in ("parameter_delta", "noise")]
-    return (*whole, *(Band.from_json(item) for item in body["parameter_delta"].values()))
+    whole = [Band.from_json(item) for name, item in body.items() if name not in (*PER_TENSOR, "noise")]
+    each = [Band.from_json(item) for name in PER_TENSOR for item in body.get(name, {}).values()]
+    return (*whole, *each)
 
 
 def check_band(band: Band) -> list[Problem]:

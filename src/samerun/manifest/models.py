@@ -46,7 +46,7 @@ Count = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-METRICS = ("loss", "grad_norm", "update_norm", "eval_loss", "eval_logits", "parameter_delta")
+METRICS = (*("loss", "grad_norm", "update_norm", "eval_loss", "eval_logits", "parameter_gradient", "parameter_delta"),)
 PLACEHOLDERS = (
     *("python", "checkpoint", "world_size", "layout", "dp_replicate", "dp_shard", "tp", "pp", "cp", "ep"),
     *("global_batch", "max_microbatch", "passes", "replicas", "updates"),
@@ -244,10 +244,19 @@ class Tolerances(Section):
     eval_loss: Tolerance = Field(description="Losses on the fixed examples.")
     eval_logits: Tolerance = Field(description="Logits on the fixed examples.")
     parameter_delta: Tolerance = Field(description="Norm of the change of the named parameters.")
+    parameter_gradient: Tolerance | None = Field(
+        None,
+        description="Norm of every parameter's gradient in the first update, before clipping; null takes that of "
+        "parameter_delta, or of grad_norm where that is absolute.",
+    )
 
     def by_metric(self) -> dict[str, ControlTolerance | UserTolerance]:
         """Returns the tolerances by metric name, in the order of `METRICS`."""
-        return {metric: getattr(self, metric) for metric in METRICS}
+        given = {metric: getattr(self, metric) for metric in METRICS}
+        if given["parameter_gradient"] is None:  # an absolute change of a parameter says nothing about gradients
+            like = self.grad_norm if self.parameter_delta.absolute else self.parameter_delta
+            given["parameter_gradient"] = like
+        return given
 
 
 class Window(Section):
@@ -327,7 +336,10 @@ class Manifest(Section):
     def to_data(self) -> dict[str, Any]:
         """Returns the content as plain data, every default written out. The inverse of `from_data`."""
         data = self.model_dump(mode="json", by_alias=True)
-        return data if data["convert"] is not None else {name: item for name, item in data.items() if name != "convert"}
+        for section, name in ((data, "convert"), (data["tolerances"], "parameter_gradient")):
+            if section[name] is None:  # came later: what was sealed before keeps its hash
+                del section[name]
+        return data
 
     def sha256(self) -> str:
         """Returns `sha256:...` of the content; comments, order and spelled-out defaults make no difference."""

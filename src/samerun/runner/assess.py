@@ -17,8 +17,10 @@ from samerun.runner.evidence import judged_bands, throughput
 from samerun.verify.bands import Controls
 from samerun.verify.evaluate import Evaluation, check_evaluation, logit_deviation, loss_deviation, worst_example
 from samerun.verify.job import JobPlan
+from samerun.verify.movement import check_averages, check_end
 from samerun.verify.observed import Observed
-from samerun.verify.updates import WindowPlan, check_end, compare_window
+from samerun.verify.updates import compare_window
+from samerun.verify.window import WindowPlan
 
 BOUNDARIES = ("log", "eval")
 
@@ -199,12 +201,13 @@ def assess_updates(controls: Controls, observed: Observed, plan: WindowPlan) -> 
     measured = report.to_json()
     measured["bound"] = max(plan.replay_bound, plan.omission_bound)
     if plan.stage == "window":
-        ends = [
-            line.body if (line := item.state("end")) is not None else None
-            for item in (_ran_control(controls), observed)
-        ]
+        loaded, ends = (
+            [line.body if (line := item.state(when)) else None for item in (_ran_control(controls), observed)]
+            for when in ("loaded", "end")
+        )
         if ends[1] is not None or not has_errors(problems):  # without an end state the reason may be named already
             problems += check_end(ends[0], ends[1], plan.stage)
+        problems += check_averages((loaded[0], ends[0]), (loaded[1], ends[1]), plan.stage)
         measured["throughput"] = {"control": throughput(controls.reference), "candidate": throughput(observed)}
     return Assessment(tuple(problems), measured)
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from samerun.core.tolerance import Band
 from samerun.errors import Problem, UsageError
-from samerun.manifest.models import Manifest, UserTolerance
+from samerun.manifest.models import METRICS, Manifest, UserTolerance
 from samerun.trace import read_trace
-from samerun.verify.bands import Controls, complete_reference, plan_bands, split_bands
+from samerun.verify.bands import Controls, complete_reference, plan_bands, split_bands, vanishing
 from samerun.verify.evaluate import Evaluation, evaluation_of
 from samerun.verify.observed import Observed, observe
 
@@ -159,7 +159,7 @@ def resolve_bands(manifest: Manifest, controls: Controls) -> tuple[tuple[Band, .
         first_update=manifest.progress.update + 1,
         num_updates=manifest.window.updates,
     )
-    return split_bands(bands)
+    return split_bands(bands, vanishing(controls, bands))
 
 
 def judged_bands(manifest: Manifest, bands: Sequence[Band]) -> tuple[Band, ...]:
@@ -171,7 +171,7 @@ def judged_bands(manifest: Manifest, bands: Sequence[Band]) -> tuple[Band, ...]:
     label = manifest.transition.label
     if label in ("continuation", "approximate-continuation"):
         return tuple(bands)
-    stated = {name for name, item in manifest.tolerances.by_metric().items() if isinstance(item, UserTolerance)}
+    stated = {name for name in METRICS if isinstance(getattr(manifest.tolerances, name), UserTolerance)}
     forward = {"eval_loss", "eval_logits"} if manifest.declare.dtype == "exact" else set[str]()
     return tuple(band for band in bands if band.metric in stated | forward)
 

@@ -48,7 +48,9 @@ from samerun.runner.work import (
     write_digests,
 )
 from samerun.stores.local import fingerprint_tree
+from samerun.verify.attribute import attribute
 from samerun.verify.bands import Controls, check_controls
+from samerun.verify.evaluate import Evaluation
 from samerun.verify.job import JobPlan, check_job
 from samerun.verify.observed import Observed
 from samerun.verify.stage import CONTROL, CONVERT, EVAL, INSPECT, LOAD, UPDATE, WINDOW, StageResult
@@ -316,13 +318,22 @@ def assess_candidate(
     if stage == EVAL:
         evaluation = read_evaluation(work.directory.stage(stage) / "trace", observed)
         found = assess_evaluation(manifest, controls, evaluation, bands)
-        problems, measured = [*problems, *found.problems], {**measured, **found.measured}
+        named = attribute(found.problems, controls, observed, evaluation)
+        problems, measured = [*problems, *named], {**measured, **found.measured}
     elif stage in (UPDATE, WINDOW):
         state = observed.state("loaded")
         trainable = trainable_of(state.body if state else None)
         found = assess_updates(controls, observed, window_plan(manifest, plan, bands, word, trainable))
-        problems, measured = [*problems, *found.problems], {**measured, **found.measured}
+        named = attribute(found.problems, controls, observed, _evaluated(work))
+        problems, measured = [*problems, *named], {**measured, **found.measured}
     return [replace(item, where={"stage": word, **item.where}) for item in problems], measured
+
+
+def _evaluated(work: Work) -> Evaluation | None:
+    """Returns the evaluation that this candidate made in its own stage."""
+    folder = work.directory.stage(EVAL) / "trace"
+    observed = read_observed(folder) if folder.is_dir() else None
+    return read_evaluation(folder, observed) if observed is not None else None
 
 
 def _check_streams(controls: Controls, observed: Observed) -> list[Problem]:

@@ -168,6 +168,10 @@ def _norms(value: Any) -> dict[str, float] | None:
     return None if value is None else {name: _required(norm) for name, norm in value.items()}
 
 
+def _inputs(value: Any) -> tuple[int, int] | None:
+    return None if value is None else (int(value["rows"]), int(value["digest"], 16))
+
+
 def _parse_update(body: Mapping[str, Any]) -> UpdateLine:
     return UpdateLine(
         update=int(body["update"]),
@@ -187,6 +191,8 @@ def _parse_update(body: Mapping[str, Any]) -> UpdateLine:
         seconds=_number(body.get("seconds")),
         ids_digest=_ids_digest(body.get("ids_digest")),
         gradients=_norms(body.get("gradients")),
+        step_norm=_number(body.get("step_norm")),
+        inputs=_inputs(body.get("inputs")),
     )
 
 
@@ -200,6 +206,7 @@ def _parse_eval(body: Mapping[str, Any]) -> EvalLine:
         rng_unchanged=bool(body["rng_unchanged"]),
         changed=tuple(body.get("changed") or ()),
         modules=tuple((str(name), _required(norm), int(count)) for name, norm, count in body.get("modules") or ()),
+        details={name: (_required(norm), str(dtype)) for name, (norm, dtype) in (body.get("details") or {}).items()},
     )
 
 

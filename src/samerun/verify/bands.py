@@ -16,8 +16,8 @@ from samerun.core.tolerance import Band, band_from_controls, band_from_user, che
 from samerun.errors import Problem, Severity
 from samerun.manifest.models import ControlTolerance, UserTolerance
 from samerun.verify.evaluate import Evaluation, logit_deviation, loss_deviation
+from samerun.verify.numbers import NUMBERS, READ
 from samerun.verify.observed import Observed, ObservedUpdate
-from samerun.verify.updates import NUMBERS
 
 Tolerance = ControlTolerance | UserTolerance
 
@@ -252,13 +252,14 @@ def plan_bands(
 ) -> tuple[Band, ...]:
     """Returns the band of every metric that was recorded, for the updates of the window.
 
-    `parameter_delta` gives one band per tensor. Deviations are relative unless the manifest says absolute.
+    `parameter_gradient` (of the first update) and `parameter_delta` give one band per tensor. Deviations are relative unless the manifest says absolute.
     """
     indices = range(first_update, first_update + num_updates)
     bands: list[Band] = []
     for metric in NUMBERS:
         bands.append(_number_band(metric, controls, tolerances[metric], indices))
-    bands += _delta_bands(controls, tolerances["parameter_delta"], indices)
+    bands += _tensor_bands("parameter_gradient", controls, tolerances["parameter_gradient"], indices[:1])
+    bands += _tensor_bands("parameter_delta", controls, tolerances["parameter_delta"], indices)
     bands += _evaluation_bands(controls, tolerances, first_update - 1)
     return tuple(bands)
 
@@ -310,30 +311,44 @@ def _control_band(
     )
 
 
-def _delta_bands(controls: Controls, tolerance: Tolerance, indices: range) -> list[Band]:
+def _tensor_bands(metric: str, controls: Controls, tolerance: Tolerance, indices: range) -> list[Band]:
+    """Returns a band for every tensor that the reference recorded a norm of."""
+    read = READ[metric]
     reference = controls.reference.by_update()
-    changes = {i: {**(reference[i].moved or {}), **reference[i].deltas} for i in indices if i in reference}
-    tensors = sorted({tensor for row in changes.values() for tensor in row})
+    norms = {i: read(reference[i]) for i in indices if i in reference}
+    tensors = sorted({tensor for row in norms.values() for tensor in row})
     if isinstance(tolerance, UserTolerance):
-        return [replace(_user_band("parameter_delta", tolerance, indices), tensor=tensor) for tensor in tensors]
+        return [replace(_user_band(metric, tolerance, indices), tensor=tensor) for tensor in tensors]
     bands: list[Band] = []
-    others = [other.by_update() for other in controls.observed[1:]]
+    others = [{index: read(item) for index, item in other.by_update().items()} for other in controls.observed[1:]]
     for tensor in tensors:
         rows = [
             [
-                deviation(changes[i][tensor], found[tensor], absolute=tolerance.absolute)
-                if tensor in changes[i] and tensor in (found := _changes(other.get(i)))
+                deviation(norms[i][tensor], other[i][tensor], absolute=tolerance.absolute)
+                if tensor in norms.get(i, {}) and tensor in other.get(i, {})
                 else 0.0
                 for i in indices
             ]
             for other in others
         ]
-        bands.append(_control_band("parameter_delta", tolerance, indices, rows, tensor))
+        bands.append(_control_band(metric, tolerance, indices, rows, tensor))
     return bands
 
 
-def _changes(update: ObservedUpdate | None) -> dict[str, float]:
-    return {} if update is None else {**(update.moved or {}), **update.deltas}
+def vanishing(controls: Controls, bands: Sequence[Band]) -> frozenset[str]:
+    """Returns the tensors whose gradient is no larger than what rounding may make of the whole one.
+
+    Such a gradient is nothing but rounding (that of a bias which a softmax or a normalisation cancels): relative to
+    itself, another order of sums changes it altogether.
+    """
+    named = [(band.tensor, band) for band in bands if band.metric == "parameter_gradient" and not band.absolute]
+    reference = controls.reference.by_update()
+    found: set[str] = set()
+    for tensor, band in named:
+        norms = reference[band.first_update].gradients if band.first_update in reference else None
+        if tensor is not None and norms and norms[tensor] <= band.floor * math.hypot(*norms.values()):
+            found.add(tensor)
+    return frozenset(found)
 
 
 def _evaluation_bands(controls: Controls, tolerances: Mapping[str, Tolerance], update: int) -> list[Band]:
@@ -355,27 +370,37 @@ def _evaluation_bands(controls: Controls, tolerances: Mapping[str, Tolerance], u
     return bands
 
 
-def split_bands(bands: Sequence[Band]) -> tuple[tuple[Band, ...], tuple[str, ...], list[Problem]]:
-    """Returns (bands that judge, tensors left out as noise, findings about metrics that are too noisy)."""
+def split_bands(
+    bands: Sequence[Band], vanish: frozenset[str] = frozenset()
+) -> tuple[tuple[Band, ...], tuple[str, ...], list[Problem]]:
+    """Returns (bands that judge, tensors left out as noise, findings about metrics that are too noisy).
+
+    A tensor is left out where its own changes are noise. One whose gradient is noise, or vanishes (`vanish`), is judged
+    by its change all the same, unless that is noise too; it is listed as `gradient of NAME`.
+    """
     kept: list[Band] = []
     noise: list[str] = []
     problems: list[Problem] = []
     for band in bands:
         found = check_band(band)
-        if not found:
+        gradient = band.metric == "parameter_gradient"
+        if not found and not (gradient and band.tensor in vanish):
             kept.append(band)
         elif band.tensor is not None:
-            noise.append(band.tensor)
+            noise.append(f"gradient of {band.tensor}" if gradient else band.tensor)
         else:
             problems += found
-    num_tensors = sum(1 for band in bands if band.tensor is not None)
-    if len(noise) > NOISE_SHARE * num_tensors:
-        problems.append(
-            Problem(
-                "SR-CONTROL-NOISY",
-                f"the controls disagree about the change of {len(noise)} of {num_tensors} tensors",
-                where={"stage": "control", "key": "parameter_delta", "tensor": noise[0]},
-                hint="make the run more repeatable, or give tolerances.parameter_delta your own limit with its reason",
+    for metric, words in (("parameter_gradient", "gradient"), ("parameter_delta", "change")):
+        of_metric = [band.tensor for band in bands if band.metric == metric and band.tensor is not None]
+        judged = {band.tensor for band in kept if band.metric == metric}
+        left = [tensor for tensor in of_metric if tensor not in judged]
+        if len(left) > NOISE_SHARE * len(of_metric):
+            problems.append(
+                Problem(
+                    "SR-CONTROL-NOISY",
+                    f"the controls disagree about the {words} of {len(left)} of {len(of_metric)} tensors",
+                    where={"stage": "control", "key": metric, "tensor": left[0]},
+                    hint=f"make the run more repeatable, or give tolerances.{metric} your own limit with its reason",
+                )
             )
-        )
     return tuple(kept), tuple(noise), problems
