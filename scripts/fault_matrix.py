@@ -119,10 +119,10 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         "# Which faults are caught",
         "",
-        "Made by `python scripts/fault_matrix.py` from docs/faults.json: real runs of the demonstration's training script",
-        "on CPU, source on 4 FSDP2 ranks, every move judged by `samerun run`. Faults are put into the job, its launcher or",
-        "its files after the tolerances were sealed, never into a trace. The seeds were used to set nothing; nor was the",
-        "model `slim`. Each row says at which commit it was run.",
+        "Made by `python scripts/fault_matrix.py` from docs/faults.json: real runs of the demonstration's training",
+        "script on CPU, source on 4 FSDP2 ranks, every move judged by `samerun run`. Faults are put into the job, its",
+        "launcher or its files after the tolerances were sealed, never into a trace. The seeds were used to set nothing;",
+        "nor was the model `slim`. Each row says at which commit it was run.",
         "",
         *_rates(rows),
         "",
@@ -204,8 +204,8 @@ def _confusion(broken: Sequence[dict[str, Any]]) -> list[str]:
     lines = [
         "## Confusion by kind",
         "",
-        "A verdict says which kind of failure its first divergence points to (`first_divergence.kind`), from the finding",
-        f"and from what the jobs recorded beside it. {right} of {sum(pairs.values())} runs point to the kind that was "
+        "A verdict says which kind of failure its first divergence points to (`first_divergence.kind`), from the",
+        f"finding and from what the jobs recorded beside it. {right} of {sum(pairs.values())} runs point to the kind that was "
         "injected.",
         *([f"Not always: {', '.join(f'`{name}`' for name in wrong)}."] if wrong else []),
         "",

@@ -136,7 +136,10 @@ class Described:
 
 
 def measure(local: Local, catalogue: Mapping[str, Described]) -> dict[str, list[list[int]]]:
-    """Returns, by key, a row [lead rank, digest, elements, nonfinite, nonzero, value bits, unordered] per replica. Collective."""
+    """Returns by key, for each replica, [lead rank, digest, elements, nonfinite, nonzero, value bits, unordered].
+
+    Collective.
+    """
     import torch
 
     leads = _replica_leads(local, list(catalogue))
@@ -203,9 +206,8 @@ def tensor_fact(key: str, rows: list[list[int]], described: Described) -> Tensor
     dtype = parse_dtype(described.dtype)
     replicas = [Replica(row[0], whole_digest(row[1 + _DIGEST] & MASK, key, dtype, described.shape)) for row in rows]
     most = _majority([replica.digest for replica in replicas])
-    unordered = next(
-        (row[1 + _UNORDERED] for row, replica in zip(rows, replicas, strict=True) if replica.digest == most), 0
-    )
+    of_most = [row for row, replica in zip(rows, replicas, strict=True) if replica.digest == most]
+    unordered = of_most[0][1 + _UNORDERED] if of_most else 0
     elements = math.prod(described.shape)
     return TensorFact(
         key=key,

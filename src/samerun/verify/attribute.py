@@ -1,4 +1,4 @@
-"""Which kind of failure stands behind a number that left its band, as far as other evidence of the same jobs tells. Pure.
+"""Which kind of failure stands behind a number that left its band, as far as what lies beside it tells. Pure.
 
 One number can leave its band for many reasons: a first loss differs when the inputs are others, when a module computes
 something else, when dropout is on, and when the loss is normalised otherwise. What the jobs recorded beside it tells

@@ -252,7 +252,8 @@ def plan_bands(
 ) -> tuple[Band, ...]:
     """Returns the band of every metric that was recorded, for the updates of the window.
 
-    `parameter_gradient` (of the first update) and `parameter_delta` give one band per tensor. Deviations are relative unless the manifest says absolute.
+    `parameter_gradient` (of the first update) and `parameter_delta` give one band per tensor. Deviations are relative
+    unless the manifest says absolute.
     """
     indices = range(first_update, first_update + num_updates)
     bands: list[Band] = []

@@ -63,7 +63,7 @@ class Budget:
 
 
 def explain_values(loaded: Loaded, problem: Problem, budget: Budget) -> Problem:
-    """Returns a finding about wrong values with what became of them, where that can be told, and the kind of failure."""
+    """Returns a finding about wrong values with what became of them, where that can be told, and its kind."""
     if problem.code not in ("SR-LOAD-PARAM", "SR-LOAD-OPT"):
         return problem
     key = str(problem.where.get("tensor", ""))
@@ -156,7 +156,7 @@ def _pieces(loaded: Loaded, saved: str) -> Iterator[tuple[tuple[int, ...], npt.N
 def _flipped(loaded: Loaded, key: str, saved: str, found: str) -> str | None:
     """Returns the one bit whose flip turns the saved digest into the found one, in words, if there is one.
 
-    A tensor's digest is a sum of one term per element, so one changed element changes it by the difference of two terms.
+    A tensor's digest is a sum of one term per element: one changed element changes it by the difference of two terms.
     """
     entry = loaded.state.tensors[saved]
     if entry.num_elements > _FLIPPED_ELEMENTS or entry.dtype.kind == "complex":

@@ -55,8 +55,8 @@ def check_averages(
 ) -> list[Problem]:
     """Returns a finding when averages of the model stayed as they were loaded, which the control's did not.
 
-    Both arguments are the bodies of the state lines after loading and after the window. No loss and no norm shows it: an
-    average that is no longer updated is missed when it is used, at the end of training.
+    Both arguments are the bodies of the state lines after loading and after the window. No loss and no norm shows it:
+    an average that is no longer updated is missed when it is used, at the end of training.
     """
     moved, still = _averages(*control)[0], _averages(*candidate)[1]
     stuck = sorted(still & moved)

@@ -27,8 +27,8 @@ class ObservedUpdate:
     `ids` maps each batch replica to the ids it consumed, in its own order; None when some replica recorded none.
     `finite` is false as soon as one rank saw a loss, gradient or parameter that is not. `skipped` counts the attempts
     at this update that a loss scaler threw away. `moved` has every parameter's change in the first update of a job,
-    `gradients` every gradient's norm there before clipping, `inputs` the rows that the model was given there and the sum
-    of their digests, over all replicas. `step_norm` is the norm of the gradient that the step used, after clipping.
+    `gradients` every gradient's norm there before clipping, `inputs` the rows that the model was given there and the
+    sum of their digests, over all replicas. `step_norm` is the norm of the gradient that the step used, after clipping.
     `seconds` is when it was recorded, counted from the job's header.
     """
 
