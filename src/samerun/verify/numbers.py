@@ -34,8 +34,10 @@ def check_numbers(pairs: Pairs, plan: WindowPlan, worst: Worst) -> Iterator[Prob
         outside = _outside(name, band, _rows(pairs, name), worst)
         if outside is not None:
             yield _number_outside(name, band, outside, pairs, plan)
-        elif name == "grad_norm" and (clipped := _outside("step_norm", band, _rows(pairs, "step_norm"), {})):
-            yield _clipped_otherwise(band, clipped, plan)
+        if name == "grad_norm":
+            agreeing = [pair for pair in pairs if outside is None or pair[1].update < outside[0].update]
+            if clipped := _outside("step_norm", band, _rows(agreeing, "step_norm"), {}):
+                yield _clipped_otherwise(band, clipped, plan)
 
 
 def _rows(pairs: Pairs, name: str) -> list[tuple[ObservedUpdate, float, float]]:
