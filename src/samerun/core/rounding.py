@@ -1,4 +1,4 @@
-"""What rounding alone can make of a run's metrics: bounds from the element type, the sums' lengths, the depth and statistics.
+"""What rounding alone can make of a run's metrics: bounds from the type, the lengths of sums, depth and statistics.
 
 A model of two runs that compute the same update in another order, none of which is measured on them:
 
@@ -14,9 +14,11 @@ A model of two runs that compute the same update in another order, none of which
 5. A softmax's cross entropy changes by at most sqrt(2) of the change of its logits (its gradient has an L2 norm below
    that), so losses are off by the logits' error times the ratio of the logits' size to the loss.
 6. A small gradient is a sum in which much cancels: its error is that of an average tensor of its size, not of itself.
-7. Update k begins from weights that lie `S = b sum(U_j, j < k)` apart at most, with U_j the norm of update j and b the
-   bound for one. To first order the loss changes by `G S`, and the gradient by `H S`, with G the gradient's norm and H the
-   largest change of it per step length that the control shows.
+7. An optimizer that divides each element by its own history (Adam) gives elements that are usually small the error of
+   an average one: the change of a parameter is off by up to `ADAPTIVE` times as much as its gradient.
+8. Update k begins from weights that lie `S = b sum(U_j, j < k)` apart at most, with U_j the norm of update j and b the
+   bound for one. To first order the loss changes by `G S`, and the gradient by `H S`, with G the gradient's norm and H
+   the largest change of it per step length that the control shows.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samerun.core.dtype import DTYPES, DType
+
+ADAPTIVE = 4.0
+"""sqrt(E[v] E[1/v]) for second moments v whose logarithm is normal with a standard deviation of 1.7."""
 
 CITATION = "Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019"
 
@@ -55,10 +60,7 @@ class Basis:
     def product(self) -> float:
         """Relative error of one inner product (1)."""
         own = self.dtype.unit_roundoff
-        sums = (
-            min(DTYPES["float32"].unit_roundoff, own) if self.dtype.num_bytes >= 4 else DTYPES["float32"].unit_roundoff
-        )
-        return math.sqrt(own**2 + self.longest * sums**2)
+        return math.sqrt(own**2 + self.longest * min(DTYPES["float32"].unit_roundoff, own) ** 2)
 
     @property
     def spread(self) -> float:
@@ -100,15 +102,15 @@ class Basis:
     def describe(self) -> str:
         """Returns the reason that is sealed with a bound."""
         return (
-            f"rounding in {self.dtype.name}: {self.depth} weight matrices, inner products of up to {self.longest} terms, "
-            f"{self.tokens} tokens per update, logits of size {self.logit_size:.3g}, risk {self.risk:g} over "
+            f"rounding in {self.dtype.name}: {self.depth} weight matrices, inner products of up to {self.longest} "
+            f"terms, {self.tokens} tokens per update, logits of size {self.logit_size:.3g}, risk {self.risk:g} over "
             f"{self.compared} numbers ({CITATION})"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """How far the weights of two runs may be apart at each update of a window, and what that makes of loss and gradient.
+    """How far the weights of two runs may be apart at each update of a window, and what that makes of the numbers.
 
     `loss`, `gradient` and `step` are the control's loss, gradient norm and update norm by update.
     """
@@ -119,7 +121,7 @@ class Drift:
     step: Sequence[float]
 
     def apart(self, place: int) -> float:
-        """Returns the largest distance of the weights before update `place` of the window, 0-based (7)."""
+        """Returns the largest distance of the weights before update `place` of the window, 0-based (8)."""
         return self.bound * math.fsum(self.step[:place])
 
     def of_loss(self, place: int) -> float:

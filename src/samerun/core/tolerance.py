@@ -1,12 +1,14 @@
 """Tolerances: how far a candidate may lie from the control, per metric and update, and where that limit comes from.
 
-A limit is declared before any candidate runs, from one of three places, and the band remembers which:
+A limit is declared before any candidate runs, from one of four places, and the band remembers which:
 
 * `control`: the reference was run again with a harmlessly different order of summation. What those two runs differ
   by is what rounding alone does to this model on this data, so the limit is
   `max(floor, factor x the largest deviation seen up to that update)`. The running maximum is taken because rounding
   differences feed back through the weights and do not shrink again, while a single update may agree by luck.
 * `precision`: the controls repeat bit for bit, or there is only one; the floor alone is the limit.
+* `analysis`: the bound of `samerun.core.rounding`, from the type, the lengths of sums, the depth and the statistics of
+  the control's gradients.
 * `user`: a number and a reason, taken as they are.
 
 The floor is numerical analysis, not experience. Two orders of summing the same n rounded terms differ by about
@@ -70,7 +72,7 @@ SPARE = 3.0
 """A band must be at least this many times as wide as what the controls themselves differ by. Where the ceiling leaves
 less, an innocent candidate could fail, so the answer is to abstain."""
 
-Origin = Literal["control", "precision", "user"]
+Origin = Literal["control", "precision", "analysis", "user"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +236,20 @@ def band_from_user(
     )
 
 
+def band_from_analysis(
+    metric: str, first_update: int, limits: Sequence[float], *, reason: str, tensor: str | None = None
+) -> Band:
+    """Returns a band with the bounds of an analysis; an infinite one says that nothing is known there."""
+    return Band(
+        metric=metric,
+        first_update=first_update,
+        limits=tuple(limits),
+        origin="analysis",
+        reason=reason,
+        tensor=tensor,
+    )
+
+
 def bands_to_json(bands: Sequence[Band], noise: Sequence[str]) -> dict[str, Any]:
     """Returns the sealed form: a band by metric, one by tensor for those of `PER_TENSOR`, and the tensors left out."""
     body: dict[str, Any] = {"parameter_delta": {}, "noise": list(noise)}
@@ -261,6 +277,8 @@ def check_band(band: Band) -> list[Problem]:
     ceiling = CEILING[band.metric]
     if band.origin == "user" or band.absolute:
         return []
+    if band.origin == "analysis":
+        return _check_bound(band, ceiling)
     spread = running_max(band.observed)
     noisy = [index for index, value in enumerate(spread) if value * SPARE > ceiling]
     if not noisy and band.floor <= ceiling:
@@ -276,6 +294,23 @@ def check_band(band: Band) -> list[Problem]:
             expected=f"a deviation of at most {ceiling / SPARE:.3g}" if noisy else f"a floor of at most {ceiling:g}",
             found=f"{spread[first]:.3g}" if noisy else f"{band.floor:.3g}",
             hint="make the run more repeatable (deterministic kernels, fp32, dropout off), shorten the window, or give "
+            f"tolerances.{band.metric} your own limit with its reason",
+        )
+    ]
+
+
+def _check_bound(band: Band, ceiling: float) -> list[Problem]:
+    wide = next((place for place, limit in enumerate(band.limits) if not limit <= ceiling), None)
+    if wide is None:
+        return []
+    return [
+        Problem(
+            "SR-CONTROL-NOISY",
+            f"the bound that analysis gives for {band.metric} is so wide that no candidate could be judged by it",
+            where={"update": band.first_update + wide, "key": band.metric, "stage": "control"},
+            expected=f"a bound of at most {ceiling:g}",
+            found=f"{band.limits[wide]:.3g}",
+            hint="shorten the window, measure it on the controls ({from: control}), or give "
             f"tolerances.{band.metric} your own limit with its reason",
         )
     ]

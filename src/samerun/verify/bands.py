@@ -11,15 +11,22 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from samerun.core.dtype import DType
-from samerun.core.tolerance import Band, band_from_controls, band_from_user, check_band, deviation
+from samerun.core.dtype import DTYPES, DType
+from samerun.core.tolerance import METRICS, PER_TENSOR, Band, band_from_controls, band_from_user, check_band, deviation
 from samerun.errors import Problem, Severity
-from samerun.manifest.models import ControlTolerance, UserTolerance
+from samerun.manifest.models import AnalysisTolerance, ControlTolerance, UserTolerance
+from samerun.verify.analysis import Evidence, analysis_bands, no_evidence, read_evidence
 from samerun.verify.evaluate import Evaluation, logit_deviation, loss_deviation
 from samerun.verify.numbers import NUMBERS, READ
 from samerun.verify.observed import Observed, ObservedUpdate
+from samerun.verify.oracle import Oracle
 
-Tolerance = ControlTolerance | UserTolerance
+Tolerance = ControlTolerance | AnalysisTolerance | UserTolerance
+
+Stated = ControlTolerance | UserTolerance
+
+FIRST_ONLY = frozenset({"parameter_gradient"})
+"""Metrics of the first update alone."""
 
 NOISE_SHARE = 0.5
 """Of the tensors whose change is compared, the share that may be noise before the whole comparison is worth nothing.
@@ -30,11 +37,15 @@ Adam scales up to full steps. Such a tensor is left out and listed; it does not 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Controls:
-    """The evidence that candidates are compared with. `observed[0]` is the reference, named by `names[0]`."""
+    """The evidence that candidates are compared with. `observed[0]` is the reference, named by `names[0]`.
+
+    `oracle` is the same update in fp64, where the manifest has one: the truth, and no control.
+    """
 
     names: tuple[str, ...]
     observed: tuple[Observed, ...]
     evaluations: tuple[Evaluation | None, ...]
+    oracle: Oracle | None = None
 
     @property
     def reference(self) -> Observed:
@@ -102,6 +113,8 @@ def check_controls(
         )
     for name, observed in zip(controls.names[1:], controls.observed[1:], strict=True):
         problems += _check_pair(controls.names[0], controls.reference, name, observed, indices)
+    if not problems and evidence_for(controls, tolerances, indices, precision) is None and _analysed(tolerances):
+        problems.append(no_evidence())
     if not problems and measured and precision.num_bytes < 4:
         problems += _check_variation(controls, indices)
     return problems
@@ -247,8 +260,33 @@ def _check_pair(first: str, reference: Observed, name: str, other: Observed, ind
                 return
 
 
+def _analysed(tolerances: Mapping[str, Tolerance]) -> list[AnalysisTolerance]:
+    return [item for item in tolerances.values() if isinstance(item, AnalysisTolerance)]
+
+
+def evidence_for(
+    controls: Controls, tolerances: Mapping[str, Tolerance], indices: range, precision: DType
+) -> Evidence | None:
+    """Returns what bounds from analysis are made from, or None where none is wanted or too little was recorded."""
+    if not (wanted := _analysed(tolerances)):
+        return None
+    return read_evidence(
+        controls.observed,
+        controls.evaluations,
+        indices=indices,
+        dtype=precision,
+        risk=min(item.risk for item in wanted),
+        oracle=controls.oracle,
+    )
+
+
 def plan_bands(
-    controls: Controls, tolerances: Mapping[str, Tolerance], *, first_update: int, num_updates: int
+    controls: Controls,
+    tolerances: Mapping[str, Tolerance],
+    *,
+    first_update: int,
+    num_updates: int,
+    precision: DType = DTYPES["float32"],
 ) -> tuple[Band, ...]:
     """Returns the band of every metric that was recorded, for the updates of the window.
 
@@ -257,15 +295,21 @@ def plan_bands(
     """
     indices = range(first_update, first_update + num_updates)
     bands: list[Band] = []
-    for metric in NUMBERS:
-        bands.append(_number_band(metric, controls, tolerances[metric], indices))
-    bands += _tensor_bands("parameter_gradient", controls, tolerances["parameter_gradient"], indices[:1])
-    bands += _tensor_bands("parameter_delta", controls, tolerances["parameter_delta"], indices)
-    bands += _evaluation_bands(controls, tolerances, first_update - 1)
+    evidence = evidence_for(controls, tolerances, indices, precision)
+    for metric in METRICS:
+        tolerance = tolerances[metric]
+        if isinstance(tolerance, AnalysisTolerance):
+            bands += analysis_bands(metric, evidence, indices) if evidence is not None else ()
+        elif metric in NUMBERS:
+            bands.append(_number_band(metric, controls, tolerance, indices))
+        elif metric in PER_TENSOR:
+            bands += _tensor_bands(metric, controls, tolerance, indices[:1] if metric in FIRST_ONLY else indices)
+        else:
+            bands += _evaluation_band(metric, controls, tolerance, first_update - 1)
     return tuple(bands)
 
 
-def _number_band(metric: str, controls: Controls, tolerance: Tolerance, indices: range) -> Band:
+def _number_band(metric: str, controls: Controls, tolerance: Stated, indices: range) -> Band:
     if isinstance(tolerance, UserTolerance):
         return _user_band(metric, tolerance, indices)
     reference = controls.reference.by_update()
@@ -312,7 +356,7 @@ def _control_band(
     )
 
 
-def _tensor_bands(metric: str, controls: Controls, tolerance: Tolerance, indices: range) -> list[Band]:
+def _tensor_bands(metric: str, controls: Controls, tolerance: Stated, indices: range) -> list[Band]:
     """Returns a band for every tensor that the reference recorded a norm of."""
     read = READ[metric]
     reference = controls.reference.by_update()
@@ -352,23 +396,16 @@ def vanishing(controls: Controls, bands: Sequence[Band]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _evaluation_bands(controls: Controls, tolerances: Mapping[str, Tolerance], update: int) -> list[Band]:
-    reference = controls.evaluation
-    if reference is None:
+def _evaluation_band(metric: str, controls: Controls, tolerance: Stated, update: int) -> list[Band]:
+    reference, indices = controls.evaluation, range(update, update + 1)
+    if reference is None or (metric == "eval_logits" and reference.logits is None):
         return []
+    if isinstance(tolerance, UserTolerance):
+        return [_user_band(metric, tolerance, indices)]
+    measure = {"eval_loss": loss_deviation, "eval_logits": logit_deviation}[metric]
     others = [item for item in controls.evaluations if item is not None and item is not reference]
-    bands: list[Band] = []
-    measures = {"eval_loss": loss_deviation, "eval_logits": logit_deviation}
-    for metric, measure in measures.items():
-        tolerance, indices = tolerances[metric], range(update, update + 1)
-        if metric == "eval_logits" and reference.logits is None:
-            continue
-        if isinstance(tolerance, UserTolerance):
-            bands.append(_user_band(metric, tolerance, indices))
-            continue
-        observed = [[measure(reference, item, absolute=tolerance.absolute)] for item in others] or [[0.0]]
-        bands.append(_control_band(metric, tolerance, indices, observed))
-    return bands
+    observed = [[measure(reference, item, absolute=tolerance.absolute)] for item in others] or [[0.0]]
+    return [_control_band(metric, tolerance, indices, observed)]
 
 
 def split_bands(

@@ -33,6 +33,7 @@ MISSING_EVIDENCE = (
     "SR-JOB-RANKS",
     "SR-EVAL-MISSING",
     "SR-UPD-UNRECORDED",
+    "SR-RUN-REHEARSAL",
 )
 """Codes (or families) that say that something could not be seen, not that it is wrong."""
 
@@ -124,12 +125,16 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
-    """What the judge needs of the seal: its digest, the label, and what a promotion would validate."""
+    """What the judge needs of the seal: its digest, the label, and what a promotion would validate.
+
+    `rehearsal` says what the jobs stood for, where they were not the real ones.
+    """
 
     digest: str | None
     label: str
     layout: Mapping[str, Any] | None
     batch: Mapping[str, Any] | None
+    rehearsal: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +208,11 @@ def judge(
         reasons=tuple(problem for _, problem in ordered),
         remarks=tuple(rest),
         first_divergence=_divergence(*ordered[0]) if failing else None,
-        validated={"layout": sealed.layout if promoted else None, "batch": sealed.batch if promoted else None},
+        validated={
+            "layout": sealed.layout if promoted else None,
+            "batch": sealed.batch if promoted else None,
+            **({"rehearsal": sealed.rehearsal} if promoted and sealed.rehearsal else {}),
+        },
         sealed=sealed.digest,
         record=record or {},
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from samerun.core.tolerance import deviation
@@ -25,17 +25,22 @@ from samerun.verify.window import WindowPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowReport:
-    """What the comparison found. `series` has one row per update, for the record and its picture."""
+    """What the comparison found. `series` has one row per update, for the record and its picture.
+
+    `compared` is how many updates had their numbers compared: none behind the first difference in samples.
+    """
 
     problems: tuple[Problem, ...]
     audit: Audit | None
     series: tuple[Mapping[str, Any], ...]
     worst: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    compared: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Returns the stage's `measured` part."""
         return {
             "audit": self.audit.to_json() if self.audit else None,
+            "compared": self.compared,
             "worst": {metric: dict(row) for metric, row in self.worst.items()},
             "series": [dict(row) for row in self.series],
         }
@@ -47,6 +52,9 @@ def compare_window(control: Observed, candidate: Observed, plan: WindowPlan) -> 
     pairs = [(wanted[index], found[index]) for index in plan.indices if index in wanted and index in found]
     audit = _audit(control, candidate, plan)
     comparable = _comparable(pairs, audit, plan)
+    stated = (
+        plan if plan.samples == "exact" else replace(plan, bands=tuple(b for b in plan.bands if b.origin == "user"))
+    )
     worst: dict[str, dict[str, Any]] = {}
     problems = [
         *_check_indices(candidate, plan),
@@ -55,19 +63,23 @@ def compare_window(control: Observed, candidate: Observed, plan: WindowPlan) -> 
         *_check_samples(audit, pairs, plan),
         *(check_rates(pairs, plan) or check_planned(candidate, plan)),
         *check_scaler(pairs),
-        *check_numbers(comparable, plan, worst),
-        *check_tensors(comparable, plan, worst),
+        *check_numbers(comparable, stated, worst),
+        *check_tensors(comparable, stated, worst),
         *check_movement(pairs, plan),
         *_check_boundaries(candidate, plan),
     ]
-    return WindowReport(problems=tuple(problems), audit=audit, series=tuple(_series(pairs, plan)), worst=worst)
+    return WindowReport(
+        problems=tuple(problems), audit=audit, series=tuple(_series(pairs, plan)), worst=worst, compared=len(comparable)
+    )
 
 
 def _comparable(
     pairs: Sequence[tuple[ObservedUpdate, ObservedUpdate]], audit: Audit | None, plan: WindowPlan
 ) -> list[tuple[ObservedUpdate, ObservedUpdate]]:
-    """Returns the updates before which, and in which, both consumed the same samples."""
-    if plan.samples != "exact" or audit is None:
+    """Returns the updates whose numbers are compared: those up to the first difference in samples."""
+    if plan.samples != "exact":  # the batch or the order is another one: only what was stated for that is compared
+        return list(pairs)
+    if audit is None:
         return []
     first = audit.first_difference
     return [pair for pair in pairs if first is None or pair[0].update < first]
