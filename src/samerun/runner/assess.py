@@ -15,6 +15,7 @@ from samerun.plan.migration import MigrationPlan
 from samerun.plan.schedule import check_planned_rates
 from samerun.runner.evidence import judged_bands, throughput
 from samerun.verify.bands import Controls
+from samerun.verify.ending import Span, check_ending, check_motion
 from samerun.verify.evaluate import Evaluation, check_evaluation, logit_deviation, loss_deviation, worst_example
 from samerun.verify.job import JobPlan
 from samerun.verify.observed import Observed
@@ -116,6 +117,15 @@ def check_control_rates(manifest: Manifest, plan: MigrationPlan, controls: Contr
     return []
 
 
+def check_control_motion(plan: MigrationPlan, controls: Controls) -> list[Problem]:
+    """Returns SR-CONTROL-STILL for every control whose updates moved nothing."""
+    return [
+        problem
+        for name, observed in zip(controls.names, controls.observed, strict=True)
+        for problem in check_motion(name, observed, plan.first_update, plan.window_updates)
+    ]
+
+
 def _samples_mode(manifest: Manifest, plan: MigrationPlan) -> Literal["exact", "portions", "free"]:
     if manifest.declare.order == "expected-to-change":
         return "free"
@@ -206,6 +216,8 @@ def assess_updates(controls: Controls, observed: Observed, plan: WindowPlan) -> 
         if ends[1] is not None or not has_errors(problems):  # without an end state the reason may be named already
             problems += check_end(ends[0], ends[1], plan.stage)
         measured["throughput"] = {"control": throughput(controls.reference), "candidate": throughput(observed)}
+        judged = any(band.metric == "update_norm" for band in plan.bands)  # not where the optimizer may change
+        problems += check_ending(Span.of(_ran_control(controls)), Span.of(observed), plan.stage, optimizer=judged)
     return Assessment(tuple(problems), measured)
 
 

@@ -16,6 +16,7 @@ from samerun.runner.assess import (
     assess_evaluation,
     assess_updates,
     boundaries_of,
+    check_control_motion,
     check_control_rates,
     check_environment,
     check_resumed_at,
@@ -193,6 +194,7 @@ def _assess_controls(work: Work, plan: MigrationPlan, stage: Path) -> tuple[list
         precision=parse_dtype(manifest.run.precision),
     )
     problems += check_control_rates(manifest, plan, controls)
+    problems += check_control_motion(plan, controls)
     measured: dict[str, Any] = {
         "controls": list(controls.names),
         "traces": {name: str(path.relative_to(stage)) for name, path in folders.items()},
