@@ -126,6 +126,23 @@ def check_control_motion(plan: MigrationPlan, controls: Controls) -> list[Proble
     ]
 
 
+def note_resumed_controls(manifest: Manifest) -> list[Problem]:
+    """Returns a note where no record of the run itself is among the controls: what it cannot show."""
+    if manifest.control.trace is not None:
+        return []
+    return [
+        Problem(
+            "SR-CONTROL-RESUMED",
+            "the controls are resumes by the candidate's own script: what every resume of it does otherwise than the "
+            "run that was saved, they do too",
+            Severity.NOTE,
+            where={"stage": "control"},
+            hint="a ledger of the run past this checkpoint (control.kind: continuation) shows other data under the "
+            "same ids, another loss, a counter or a position of the script's own that starts anew",
+        )
+    ]
+
+
 def _samples_mode(manifest: Manifest, plan: MigrationPlan) -> Literal["exact", "portions", "free"]:
     if manifest.declare.order == "expected-to-change":
         return "free"

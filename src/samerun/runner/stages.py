@@ -22,6 +22,7 @@ from samerun.runner.assess import (
     check_resumed_at,
     control_microbatches,
     destination_job,
+    note_resumed_controls,
     source_job,
     trainable_of,
     window_plan,
@@ -112,7 +113,7 @@ def run_control(work: Work, plan: MigrationPlan) -> StageResult:
     clock = Clock()
     stage = work.directory.begin_stage(CONTROL)
     jobs: list[Mapping[str, Any]] = []
-    problems = check_source(work.checkpoint, kept_fingerprint(work), "control")
+    problems = [*check_source(work.checkpoint, kept_fingerprint(work), "control"), *note_resumed_controls(manifest)]
     if manifest.control.trace:
         keep_recorded(
             work.base / manifest.control.trace,
