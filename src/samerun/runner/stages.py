@@ -16,11 +16,13 @@ from samerun.runner.assess import (
     assess_evaluation,
     assess_updates,
     boundaries_of,
+    check_control_motion,
     check_control_rates,
     check_environment,
     check_resumed_at,
     control_microbatches,
     destination_job,
+    note_resumed_controls,
     oracle_job,
     source_job,
     trainable_of,
@@ -118,7 +120,7 @@ def run_control(work: Work, plan: MigrationPlan) -> StageResult:
     clock = Clock()
     stage = work.directory.begin_stage(CONTROL)
     jobs: list[Mapping[str, Any]] = []
-    problems = check_source(work.checkpoint, kept_fingerprint(work), "control")
+    problems = [*check_source(work.checkpoint, kept_fingerprint(work), "control"), *note_resumed_controls(manifest)]
     if manifest.control.trace:
         keep_recorded(
             work.base / manifest.control.trace,
@@ -222,6 +224,7 @@ def _assess_controls(work: Work, plan: MigrationPlan, stage: Path) -> tuple[list
     if manifest.control.oracle:
         truth = read_observed(folders[ORACLE])
         problems += check_oracle(truth, controls.reference, plan.first_update)
+    problems += check_control_motion(plan, controls)
     measured: dict[str, Any] = {
         "controls": list(controls.names),
         "traces": {name: str(path.relative_to(stage)) for name, path in folders.items()},
