@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from samerun.core.state import Role
 from samerun.formats.detect import open_checkpoint
 from samerun.verify.structure import InspectReport, inspect_checkpoint
+from support.dcp import save
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "averages"
 FILES = ("diffusers.pt", "timm.pt", "averaged.pt", "registered", "hooked")
@@ -140,6 +142,32 @@ def test_several_averages_are_kept_apart(tmp_path: Path):
     assert codes(report) == []
     checkpoint = open_checkpoint(tmp_path / "timm.pt")
     assert np.array_equal(checkpoint.read("ema:ema_slow.0.bias"), checkpoint.read("ema:0.bias") + 1)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_list_in_a_dcp_directory(groups: int, tmp_path: Path):
+    """An optimizer of one group lists the names in the order of the list; of two groups it does not."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 3))
+    every = list(model.parameters())
+    split = [{"params": every}] if groups == 1 else [{"params": every[::2]}, {"params": every[1::2], "lr": 1e-3}]
+    optimizer = torch.optim.AdamW(split, lr=1e-2)
+    model(torch.randn(2, 6)).square().sum().backward()
+    optimizer.step()
+    truth = {name: param.detach() + 1 for name, param in model.named_parameters()}
+    names, settings = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": names, "optim": settings}
+    state["ema"] = {"decay": 0.9, "optimization_step": 3, "shadow_params": list(truth.values())}
+    report = inspect(save(state, tmp_path / "whole"), deep=True)
+    assert codes(report) == ([] if groups == 1 else ["SR-EMA-ORDER"])
+    checkpoint = open_checkpoint(tmp_path / "whole")
+    assert report.state.objects["ema.optimization_step"] == 3
+    for name, value in truth.items():
+        assert np.array_equal(checkpoint.read(f"ema:{name}"), value.numpy()), name
+    del state["ema"]["shadow_params"][0]
+    assert {"SR-EMA-UNMATCHED", "SR-EMA-NAMES"} & set(codes(inspect(save(state, tmp_path / "short"))))
+    del state["ema"]["shadow_params"]
+    assert codes(inspect(save(state, tmp_path / "gone"))) == ["SR-EMA-MISSING"]
 
 
 def test_an_average_beside_its_settings_in_one_mapping(tmp_path: Path):
