@@ -55,6 +55,28 @@ def test_averages_are_those_of_the_live_object_and_nothing_is_said(name: str):
     assert "ema" in report.resumable.have
 
 
+def test_mmengine_saves_the_average_in_the_models_place(tmp_path: Path):
+    """Read the wrong way round, the run would go on from the average with the trained weights' moments."""
+    checkpoint = open_checkpoint(GOLDEN / "mmengine.pth")
+    truth = truth_of("mmengine.pth")
+    moved = [key for key in truth if key.startswith("param:")]
+    assert moved
+    assert any(not np.array_equal(truth[key], truth[key.replace("param:", "ema:")]) for key in moved)
+    for key, value in truth.items():
+        assert np.array_equal(checkpoint.read(key), value), key
+    assert codes(inspect(GOLDEN / "mmengine.pth", deep=True)) == ["SR-EMA-SWAPPED"]
+
+    def again(**meta: str) -> list[str]:
+        names = [key.removeprefix("param:") for key in moved]
+        state = {"meta": {"iter": 3, **meta}, "state_dict": {n: torch.from_numpy(truth[f"ema:{n}"]) for n in names}}
+        state["ema_state_dict"] = {f"module.{n}": torch.from_numpy(truth[f"param:{n}"]) for n in names}
+        torch.save(state, tmp_path / "a.pth")
+        return codes(inspect(tmp_path / "a.pth"))
+
+    assert again(mmengine_version="0.10.7") == ["SR-EMA-SWAPPED"]
+    assert again(version="1") == []  # by any other program names mean what they say
+
+
 def test_what_an_average_counts_is_kept():
     assert open_checkpoint(GOLDEN / "diffusers.pt").state.objects["ema.optimization_step"] == 3
     assert open_checkpoint(GOLDEN / "averaged.pt").state.objects["smoothed.n_averaged"] == 3
