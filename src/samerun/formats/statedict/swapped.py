@@ -1,7 +1,7 @@
 """Averages that were saved in the model's place: mmengine's EMAHook swaps the two when it saves (mmengine 0.10.7).
 
-`state_dict` then holds the averages, so that they can be deployed, and `ema_state_dict` the weights that are trained, under
-`module.` and beside a count `steps`. `Runner.resume` swaps them back; nothing else does.
+`state_dict` then holds the averages, so that they can be deployed, and `ema_state_dict` the weights that are trained,
+under `module.` and beside a count `steps`. `Runner.resume` swaps them back; nothing else does.
 """
 
 from __future__ import annotations
@@ -40,6 +40,6 @@ def swap_back(tree: Any) -> tuple[Any, Problem | None]:
         where={"key": AVERAGE},
         expected=f"the average in {AVERAGE}",
         found=f"the average in {MODEL}",
-        hint="mmengine's own resume swaps them back. Whatever else loads `state_dict` goes on from the average, with the "
-        "moments of the trained weights",
+        hint="mmengine's own resume swaps them back. Whatever else loads `state_dict` goes on from the average, with "
+        "the moments of the trained weights",
     )
