@@ -158,6 +158,27 @@ def test_what_stays_open_is_said_where_it_is_open():
     assert not silent & {"SR-UNI-OPEN", "SR-ZERO-GROUPZERO", "SR-ZERO-ROUNDROBIN", "SR-ZERO-RANKOPEN"}
 
 
+@pytest.mark.parametrize("case", ["z1_bf16opt", "z3_sub_bf16"])
+def test_files_on_the_disks_of_other_nodes_are_listed(case: str, tmp_path: Path):
+    """What a node holds of a run with `use_node_local_storage`: its own ranks' files, and the model file."""
+    root = copy(case, tmp_path)
+    in_models(lambda s: s["ds_config"].update(checkpoint={"use_node_local_storage": True}))(root)
+    assert "SR-FILE-MISSING" not in codes(deep(root))
+    away = tmp_path / "other"
+    away.mkdir()
+    for path in sorted(root.rglob("*zero_pp_rank_[12]*.pt")):
+        path.rename(away / path.name)
+    lost = [problem for problem in deep(root).problems if problem.code == "SR-FILE-MISSING"]
+    assert {Path(problem.where["file"]).name for problem in lost} == {path.name for path in away.iterdir()}
+    assert all("node's own disk" in problem.hint for problem in lost)
+    for path in away.iterdir():
+        path.rename(root / "global_step3" / path.name)
+    assert deep(root).complete
+    (optims(root)[-1]).unlink()
+    in_models(lambda s: s["ds_config"].pop("checkpoint"))(root)
+    assert not any("node's own disk" in problem.hint for problem in deep(root).problems)
+
+
 def test_the_tracker_names_a_directory_that_never_finished(tmp_path: Path):
     root = copy("z1_bf16opt", tmp_path)
     shutil.copytree(root / "global_step3", root / "global_step2")
