@@ -23,6 +23,7 @@ SAID: dict[str, tuple[str, bool | None]] = {
     "statedict/shards": ("OPT-MISSING", None),
     "statedict/shards-object": ("OPT-MISSING ST-OBJECT", None),
     "statedict/trainer/checkpoint-4": ("HF-CURSOR OPT-ASSUMED SCHED-LAMBDA", None),
+    "statedict/adapters/checkpoint-4": ("GROUP-EMPTY HF-ADAPTER HF-CURSOR OPT-ASSUMED SCHED-LAMBDA", None),
     "statedict/accelerate": ("DATA-MISSING OPT-ASSUMED OPT-NOSTATE SCHED-LAMBDA SCHED-POSITION", None),
     "statedict/accelerate-local": ("DATA-MISSING FILE-GENERATION-OPEN SCHED-MISSING VAL-ZERO", None),
     "statedict/lightning/step3.ckpt": ("DATA-MISSING OPT-NOSTATE OPT-ORDER PL-EPOCH RNG-MISSING SCHED-POSITION", True),
