@@ -179,6 +179,11 @@ def test_files_on_the_disks_of_other_nodes_are_listed(case: str, tmp_path: Path)
     assert not any("node's own disk" in problem.hint for problem in deep(root).problems)
 
 
+def test_masters_are_among_what_a_run_in_16_bits_has():
+    assert "masters" in deep(GOLDEN / "z1_bf16opt").resumable.have
+    assert "masters" not in deep(GOLDEN.parent / "statedict" / "torch" / "zip.pt").resumable.have
+
+
 def test_the_tracker_names_a_directory_that_never_finished(tmp_path: Path):
     root = copy("z1_bf16opt", tmp_path)
     shutil.copytree(root / "global_step3", root / "global_step2")

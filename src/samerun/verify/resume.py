@@ -53,6 +53,7 @@ def find_parts(state: LogicalState) -> dict[str, bool]:
     return {
         "params": roles[Role.PARAM] + roles[Role.MASTER] > 0,
         "buffers": roles[Role.BUFFER] > 0,
+        "masters": roles[Role.MASTER] > 0,
         "optimizer": roles[Role.OPTIM] > 0 or _stateless(state.groups),
         "groups": any(group.hyperparameters for group in state.groups),
         "scheduler": bool(state.scheduler),
