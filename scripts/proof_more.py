@@ -68,7 +68,7 @@ def prove_into_deepspeed(sources: Iterator[tuple[str, Path]], convert: Convert) 
     known = dict(sources)
     for name in (name for name in INTO_DEEPSPEED if name in known):
         for to in ("zero", "universal"):
-            for stage in (1, 2, 3):
+            for stage in (1, 3) if to == "zero" else (2, 3):
                 row: Row = {"to": to, "source": name, "loaded_by": f"DeepSpeed {deepspeed.__version__}"}
                 row["layout"] = f"stage {stage} at 2 ranks"
                 options: Row = {"layout": Layout(dp_shard=2), "masters": None}
