@@ -77,20 +77,27 @@ def test_destinations_that_cut_by_more_than_data_are_refused(lay_out: Any, layou
 
 
 @pytest.mark.parametrize("lay_out", WRITERS)
-def test_experts_and_pipelines_of_deepspeed_are_refused(lay_out: Any) -> None:
+def test_experts_of_deepspeed_are_refused(lay_out: Any) -> None:
     experts = tensors_of(**{"param:moe.deepspeed_experts.0.w": ((2,), "float32")})
     with pytest.raises(PlanError, match="SR-DSW-PARALLEL"):
         plan_of(lay_out, state_of(experts))
+
+
+def test_a_pipeline_of_deepspeed_becomes_universal_only() -> None:
     layers = tensors_of(**{"param:0.weight": ((2,), "float32")})
     staged = state_of(layers, format="zero", topology=Topology(world_size=2, layout=Layout(pp=2)))
     with pytest.raises(PlanError, match="SR-DSW-PARALLEL"):
-        plan_of(lay_out, staged, Layout(dp_shard=2))
+        plan_of(lay_out_zero, staged, Layout(dp_shard=2))
+    for layout in (Layout(dp_shard=2), Layout(pp=2, dp_shard=3)):
+        assert "SR-DSW-PARALLEL" not in codes(plan_of(lay_out_universal, staged, layout).problems)
+    with pytest.raises(PlanError, match="SR-DSW-PARALLEL"):
+        plan_of(lay_out_universal, staged, Layout(pp=2, tp=2))
 
 
 @needs_corpus
-@pytest.mark.parametrize("to", ["zero", "universal"])
-def test_no_decision_makes_an_engine_load_a_pipeline_s_layers(to: str, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(corpus("deepspeed-special/pp2_ws2"))
+@pytest.mark.parametrize(("source", "to"), [("pp2_ws2", "zero"), ("moe2_ws2", "zero"), ("moe2_ws2", "universal")])
+def test_no_decision_makes_an_engine_load_them(source: str, to: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(corpus(f"deepspeed-special/{source}"))
     with pytest.raises(PlanError, match="SR-DSW-PARALLEL"):
         prepare(checkpoint, tmp_path / "dest", to=to, layout=Layout(dp_shard=2), allow=load_catalog())
     checkpoint.close()
