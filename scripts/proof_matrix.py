@@ -7,7 +7,8 @@
     python scripts/proof_matrix.py huggingface more-huggingface                     # where transformers is
     python scripts/proof_matrix.py page
 
-`--missing` leaves out sources of which something is known already.
+`--missing` leaves out sources of which something is known already; `--only=TEXT` takes, of `into-deepspeed`, what has
+TEXT in "source destination stage".
 
 Each part converts checkpoints of the collection, has the framework load them at other degrees, and writes what it
 found into docs/proofs.json; rows of other parts stay. The page is made from that file alone: nothing is filled in by

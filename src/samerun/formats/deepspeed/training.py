@@ -151,6 +151,9 @@ def _groups(source: WriteSource, training: Training, owners: Mapping[str, str], 
     unknown: list[str] = []
     stateless: list[str] = []
     for number, group in enumerate(state.groups):
+        if not group.params:  # FSDP1's ranks have such; DeepSpeed takes them out of an optimizer when it starts
+            training.dropped[f"group {number}"] = "it has no parameters"
+            continue
         members: list[Trained] = []
         for fqn in dict.fromkeys(owners.get(name, name) for name in group.params):
             weights = state.tensors.get(f"param:{fqn}")
@@ -167,6 +170,7 @@ def _groups(source: WriteSource, training: Training, owners: Mapping[str, str], 
         training.problems.append(_groupless(unknown, target))
     if stateless:
         training.problems.append(_stateless(stateless))
+        training.dropped |= dict.fromkeys((f"param:{fqn} in a group" for fqn in stateless), "it is taken as frozen")
     kinds = {member.weights.dtype.name for group in training.groups for member in group.members}
     sixteen = sorted(kinds & set(_SIXTEEN))
     if sixteen:
