@@ -178,6 +178,15 @@ def _ids_digest(value: Any) -> str:
 _norms = mapping_of(size)
 
 
+def _inputs(value: Any) -> tuple[int, int]:
+    found = mapping_of(anything)(value)
+    rows, digest = value_of(found, "rows", whole), value_of(found, "digest", text)
+    try:
+        return rows, int(digest, 16)
+    except ValueError:
+        raise BadField(f"{digest!r} is no digest") from None
+
+
 def _parse_update(body: Body, line: int) -> UpdateLine:
     found = UpdateLine(
         line=line,
@@ -198,6 +207,8 @@ def _parse_update(body: Body, line: int) -> UpdateLine:
         seconds=value_of(body, "seconds", size, default=None),
         ids_digest=value_of(body, "ids_digest", _ids_digest, default=None),
         gradients=value_of(body, "gradients", _norms, default=None),
+        step_norm=value_of(body, "step_norm", size, default=None),
+        inputs=value_of(body, "inputs", _inputs, default=None),
     )
     globals_ = {"loss": found.loss, "grad_norm": found.grad_norm, "update_norm": found.update_norm}
     wrong = [name for name, value in globals_.items() if value is not None and not math.isfinite(value)]
@@ -223,6 +234,13 @@ def _module(value: Any) -> tuple[str, float, int]:
     return text(row[0]), size(row[1]), whole(row[2])
 
 
+def _detail(value: Any) -> tuple[float, str]:
+    row = list_of(anything)(value)
+    if len(row) != 2:
+        raise BadField(f"a detail has a norm and a type, not {len(row)} values")
+    return size(row[0]), text(row[1])
+
+
 def _parse_eval(body: Body, line: int) -> EvalLine:
     found = EvalLine(
         update=value_of(body, "update", whole),
@@ -233,6 +251,7 @@ def _parse_eval(body: Body, line: int) -> EvalLine:
         rng_unchanged=value_of(body, "rng_unchanged", truth),
         changed=value_of(body, "changed", list_of(text), default=()),
         modules=value_of(body, "modules", list_of(_module), default=()),
+        details=value_of(body, "details", mapping_of(_detail), default={}),
     )
     if len(found.losses) != found.num_examples:
         raise BadField(f"{len(found.losses)} losses of {found.num_examples} examples")

@@ -41,6 +41,7 @@ def capture_state(
     config: Any = None,
     layout: Layout | None = None,
     rank_rng: RankRandomness | None = None,
+    average: nn.Module | Mapping[str, Any] | None = None,
 ) -> CapturedState:
     """Captures what the job holds. Collective: every rank of the default group calls it, outside a forward pass.
 
@@ -56,11 +57,12 @@ def capture_state(
             default.
         layout: the layout that the job believes it runs on.
         rank_rng: what `apply_rank_rng` did on this rank, if it was called.
+        average: an average of the model (EMA, SWA): a module, or tensors by the averaged parameter's name.
 
     Raises:
         VerificationError: on every rank alike, if any rank holds something that cannot be digested.
     """
-    local = read_local(model, optimizer)
+    local = read_local(model, optimizer, average)
     agree_that_all_could(local)
     disagreements: list[dict[str, Any]] = []
     described = distinct(local.describe())

@@ -27,7 +27,8 @@ class TensorFact:
     disagree with it. `nonfinite` and `nonzero` count elements of the worst and the fullest replica. `missing_elements`
     is above 0 if the ranks together do not hold the whole tensor. `cuts` lists how it is cut up, as [mesh axis,
     dimension, strided] in the order of the cuts: empty if every rank holds it whole, None if the mesh has no names.
-    `lead` is the lowest rank that holds part of it.
+    `lead` is the lowest rank that holds part of it. `unordered` is a sum over the elements that their places do not
+    change, of the same replica as `digest`: it tells values in wrong places from wrong values.
     """
 
     key: str
@@ -43,6 +44,7 @@ class TensorFact:
     aliases: tuple[str, ...]
     cuts: Sequence[Sequence[Any]] | None = None
     lead: int = 0
+    unordered: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the JSON form; what is as it should be is left out."""
@@ -54,6 +56,8 @@ class TensorFact:
             "nonfinite": self.nonfinite,
             "nonzero": self.nonzero,
         }
+        if self.unordered is not None:
+            body["unordered"] = self.unordered
         if self.odd:
             body["odd"] = [{"rank": replica.lead, "digest": replica.digest} for replica in self.odd]
         if self.missing_elements:

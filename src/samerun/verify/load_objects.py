@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 from samerun.verify.loaded import Loaded
 
 _CONFIG_NAMES = ("config", "model_config", "model_args")
+# Objects by the names under which scripts save them, whose kind of failure their name tells.
+_KINDS = {
+    "scaler": "fp16 scaler",
+    "grad_scaler": "fp16 scaler",
+    "progress": "counters",
+    "settings": "settings that shapes do not show",
+}
 # Settings that name a place or a layout, not an architecture: they may differ between two runs of one model.
 _PLACES = frozenset(
     [
@@ -188,7 +195,16 @@ def _leaf_problems(code: str, name: str, saved: Any, found: Any, declared: Decla
             severity = Severity.WARNING
         place = f"{name}.{path}" if path else name
         problems.append(
-            Problem(code, f"{place} differs", severity, where={"key": place}, hint=hint, expected=expected, found=value)
+            Problem(
+                code,
+                f"{place} differs",
+                severity,
+                where={"key": place},
+                hint=hint,
+                expected=expected,
+                found=value,
+                kind=_KINDS.get(name.rpartition(".")[2]) if code == "SR-LOAD-OBJECT" else None,
+            )
         )
     return problems
 
@@ -250,6 +266,7 @@ def _other_state(name: str, rank: int, saved: Set[str], found: str) -> Problem:
     return Problem(
         "SR-LOAD-OBJECT",
         f"the {which} of rank {rank} is not the saved one",
+        kind="random numbers",
         where={"key": "rng", "rank": rank},
         hint="restore it last, just before the first batch; or declare `rng: expected-to-change`",
         expected=sorted(saved),

@@ -25,7 +25,7 @@ from samerun.stores.local import MappedFiles
 
 _FEWEST_ELEMENTS = 32
 _MOST_NAMED = 4
-_BLOCK_ELEMENTS = 1 << 18
+_BLOCK_ELEMENTS = 1 << 16
 _FIRST_ELEMENTS = 1 << 12  # mostly enough to see that masters are no rounded weights
 
 
