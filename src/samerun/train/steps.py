@@ -130,6 +130,7 @@ class StepWatch:
         told += [
             optimizer.global_grad_norm() for optimizer in self._optimizers if hasattr(optimizer, "global_grad_norm")
         ]
+        told = [norm for norm in told if norm is not None]
         return told[0] if told else math.sqrt(squared)
 
     def take(self) -> StepFacts:
@@ -148,7 +149,7 @@ class StepWatch:
             deltas = self._norms.norms(squares, self._watched)
             if self._all_next:
                 moved = self._norms.norms(squares, self._norms.names)
-                if not any(hasattr(optimizer, "global_grad_norm") for optimizer in self._optimizers):
+                if not any(getattr(optimizer, "keeps_gradients", False) for optimizer in self._optimizers):
                     gradients = self._norms.norms(gradient, self._norms.trainable)
                 self._all_next = False
         else:
