@@ -65,6 +65,72 @@ def deepspeed_forget_optimizer() -> None:
     DeepSpeedEngine.load_checkpoint = functools.partialmethod(whole, load_optimizer_states=False)
 
 
+def megatron_forget_optimizer() -> None:
+    """Megatron's optimizer keeps what it had."""
+    from megatron.core.optimizer import ChainedOptimizer
+
+    ChainedOptimizer.load_state_dict = lambda self, state: None
+
+
+def megatron_miscount_steps() -> None:
+    """The optimizer goes on one step further than it was."""
+    from megatron.core.optimizer import ChainedOptimizer
+
+    original = ChainedOptimizer.load_state_dict
+
+    def load(self: Any, state: Any) -> None:
+        original(self, state)
+        for group in self.param_groups:
+            group["step"] += 1
+
+    ChainedOptimizer.load_state_dict = load
+
+
+def _after_loading_megatron(change: Callable[[dict[str, Any]], None]) -> None:
+    from megatron.core.models.gpt import GPTModel
+
+    original = GPTModel.load_state_dict
+
+    def load(self: Any, state: dict[str, Any], *rest: Any, **named: Any) -> Any:
+        change(state)
+        return original(self, state, *rest, **named)
+
+    GPTModel.load_state_dict = load
+
+
+def megatron_swap_halves() -> None:
+    """The two halves of every gated layer, of which each tensor-parallel rank has a part, are joined the wrong way."""
+    import torch
+
+    def change(state: dict[str, Any]) -> None:
+        for name in (name for name in state if name.endswith("linear_fc1.weight")):
+            state[name] = torch.cat(state[name].chunk(2)[::-1])
+
+    _after_loading_megatron(change)
+
+
+def megatron_swap_layers() -> None:
+    """Layers that another stage had come in the wrong order."""
+
+    def change(state: dict[str, Any]) -> None:
+        for name in [name for name in state if name.startswith("decoder.layers.1.")]:
+            other = name.replace("layers.1.", "layers.2.")
+            state[name], state[other] = state[other], state[name]
+
+    _after_loading_megatron(change)
+
+
+def torchtitan_forget_optimizer() -> None:
+    """torchtitan's optimizers keep what they had. It is told its device before, as the example does."""
+    sys.path.insert(0, str(Path(sys.argv[1]).parent))
+    from on_cpu import use_cpu  # pyright: ignore[reportMissingImports]
+
+    use_cpu()
+    from torchtitan.components.optimizer import OptimizersContainer
+
+    OptimizersContainer.load_state_dict = lambda self, state: None
+
+
 def restart_data() -> None:
     """The loader hands out the epoch from its first batch, whatever was committed."""
     from samerun.train.sampler import Committed, ElasticSampler
@@ -80,6 +146,11 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "pl-forget-optimizer": pl_forget_optimizer,
     "accelerate-forget-optimizer": accelerate_forget_optimizer,
     "deepspeed-forget-optimizer": deepspeed_forget_optimizer,
+    "megatron-forget-optimizer": megatron_forget_optimizer,
+    "megatron-miscount-steps": megatron_miscount_steps,
+    "megatron-swap-halves": megatron_swap_halves,
+    "megatron-swap-layers": megatron_swap_layers,
+    "torchtitan-forget-optimizer": torchtitan_forget_optimizer,
     "restart-data": restart_data,
 }
 

@@ -51,10 +51,55 @@ def move(folder: Path, source: str, to: str, *flags: str, convert: bool = False,
 
 
 @pytest.fixture(scope="module")
-def promoted(tmp_path_factory: pytest.TempPathFactory) -> Move:
+def without_tensor_parallelism(tmp_path_factory: pytest.TempPathFactory) -> Move:
     """Two tensor-parallel ranks to one, promoted."""
     return move(tmp_path_factory.mktemp("tp"), "tp=2", "tp=1")
 
 
-def test_promoted(promoted: Move) -> None:
-    pass
+@pytest.fixture(scope="module")
+def without_stages(tmp_path_factory: pytest.TempPathFactory) -> Move:
+    """Two pipeline stages, of one layer and of two, which share the embedding, to one; promoted."""
+    return move(tmp_path_factory.mktemp("pp"), "pp=2", "pp=1", "--decoder-first-pipeline-num-layers", "1")
+
+
+@pytest.fixture(scope="module")
+def on_three_replicas(tmp_path_factory: pytest.TempPathFactory) -> Move:
+    """The distributed optimizer on two ranks to three, with fp32 masters; promoted."""
+    return move(tmp_path_factory.mktemp("dp"), "dp_shard=2", "dp_shard=3", "--bf16")
+
+
+def test_a_checkpoint_that_megatron_does_not_move(tmp_path: Path) -> None:
+    """Flat optimizer state, which Megatron loads at the degree of tensor parallelism that wrote it, is rewritten."""
+    moved = move(tmp_path, "tp=2", "tp=1", "--optimizer-encoding", "dp_reshardable", convert=True)
+    assert "dp_reshardable" in moved.samerun("inspect", "saved", "--json")
+
+
+def test_an_optimizer_that_is_not_restored(without_tensor_parallelism: Move, tmp_path: Path) -> None:
+    result = without_tensor_parallelism.copy(tmp_path / "move").run(fault="megatron-forget-optimizer", stage="03-load")
+    assert result.verdict.decision == "reject"
+    assert "SR-LOAD-OPT-RESET" in codes(result), wrongly(result)
+
+
+def test_halves_joined_the_wrong_way(without_tensor_parallelism: Move, tmp_path: Path) -> None:
+    result = without_tensor_parallelism.copy(tmp_path / "move").run(fault="megatron-swap-halves", stage="03-load")
+    assert result.verdict.decision == "reject"
+    assert codes(result) == {"SR-LOAD-PARAM"}, wrongly(result)
+    assert all("linear_fc1" in problem.where["tensor"] for problem in result.verdict.reasons)
+
+
+def test_layers_in_the_wrong_order(without_stages: Move, tmp_path: Path) -> None:
+    result = without_stages.copy(tmp_path / "move").run(fault="megatron-swap-layers", stage="03-load")
+    assert result.verdict.decision == "reject"
+    assert codes(result) == {"SR-LOAD-PARAM"}, wrongly(result)
+
+
+def test_a_step_too_many(on_three_replicas: Move, tmp_path: Path) -> None:
+    result = on_three_replicas.copy(tmp_path / "move").run(fault="megatron-miscount-steps", stage="03-load")
+    assert result.verdict.decision == "reject"
+    assert codes(result) == {"SR-LOAD-STEP"}, wrongly(result)
+
+
+def test_data_that_begins_again(on_three_replicas: Move, tmp_path: Path) -> None:
+    result = on_three_replicas.copy(tmp_path / "move").run(fault="restart-data", stage="05-update")
+    assert result.verdict.decision == "reject"
+    assert "SR-SAMPLE-OMITTED" in codes(result), wrongly(result)

@@ -153,7 +153,7 @@ class LogicalParameter(BoxPart):
         self._blocks.setdefault(id(parameter), (parameter, []))[1].append((place, block))
 
     @property
-    def own(self) -> list[nn.Parameter]:
+    def own(self) -> list[Any]:
         """This rank's parameters."""
         return [parameter for parameter, _ in self._blocks.values()]
 
@@ -402,8 +402,9 @@ def _agree_on_replicas(logical: Mapping[str, LogicalParameter]) -> None:
     from megatron.core import parallel_state as mpu
 
     rank, _ = world()
-    first = min(dist.get_process_group_ranks(mpu.get_data_parallel_group(with_context_parallel=True)))
-    group = mpu.get_model_parallel_group()
+    data: Any = mpu.get_data_parallel_group(with_context_parallel=True)
+    group: Any = mpu.get_model_parallel_group()
+    first = min(dist.get_process_group_ranks(data))
     told: list[Any] = [None] * dist.get_world_size(group)
     mine = {name: (parameter.replica[:-1], parameter.requires_grad) for name, parameter in logical.items()}
     dist.all_gather_object(told, (rank, first, mine), group=group)
