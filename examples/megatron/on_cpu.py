@@ -54,8 +54,8 @@ class FusedAdam(torch.optim.Optimizer):
                 parameter.sub_(group["lr"] * (mean / spread + group["weight_decay"] * parameter))
 
 
-def use_cpu() -> None:
-    """Makes megatron.core run on CPUs from now on, in this process."""
+def use_cpu() -> OnCpu:
+    """Makes megatron.core run on CPUs from now on, in this process, until the mode that it returns is left."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"
@@ -64,7 +64,8 @@ def use_cpu() -> None:
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *device, **named: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *device: torch.set_rng_state(state)
-    OnCpu().__enter__()
+    mode = OnCpu()
+    mode.__enter__()
 
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
@@ -74,3 +75,4 @@ def use_cpu() -> None:
     optimizer.Adam = distrib_optimizer.Adam = FusedAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+    return mode

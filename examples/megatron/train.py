@@ -24,7 +24,7 @@ import torch.distributed as dist
 if not torch.cuda.is_available():
     from on_cpu import use_cpu
 
-    use_cpu()
+    on_cpu = use_cpu()
 
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as mpu
@@ -50,7 +50,7 @@ from data import IGNORE, Batch, load_text
 from model import NUM_TOKENS
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
@@ -63,6 +63,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kv-channels", type=int, default=6)
     parser.add_argument("--seq-length", type=int, default=24)
     parser.add_argument("--make-vocab-size-divisible-by", type=int, default=4)
+    parser.add_argument("--untie-embeddings-and-output-weights", action="store_true")
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16, with float32 masters")
     parser.add_argument("--micro-batch-size", type=int, default=3)
     parser.add_argument("--global-batch-size", type=int, default=12)
@@ -75,7 +76,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--save", type=Path)
     parser.add_argument("--load", type=Path)
     parser.add_argument("--optimizer-encoding", default="fully_reshardable", help="or dp_reshardable")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     args.vocab_size = NUM_TOKENS
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
@@ -84,6 +85,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def make_model(args: argparse.Namespace) -> DistributedDataParallel:
+    stages = args.pipeline_model_parallel_size
     config = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -100,8 +102,8 @@ def make_model(args: argparse.Namespace) -> DistributedDataParallel:
         params_dtype=args.params_dtype,
         pipeline_dtype=args.params_dtype,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,
+        pipeline_model_parallel_size=stages,
+        num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers if stages > 1 else None,
         # One denominator for the whole batch: else the gradient depends on how the batch is dealt.
         calculate_per_token_loss=True,
         # Weights that do not depend on the layout, and no kernels that need a GPU's.
@@ -117,7 +119,7 @@ def make_model(args: argparse.Namespace) -> DistributedDataParallel:
         args.seq_length,
         mpu.is_pipeline_first_stage(),
         mpu.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
         parallel_output=True,
     )
@@ -240,7 +242,6 @@ def save(args: argparse.Namespace, model: Any, optimizer: Any, scheduler: Any, s
         "normalization": "RMSNorm",
         "add_bias_linear": True,
         "transformer_impl": "local",
-        "untie_embeddings_and_output_weights": False,
         "use_distributed_optimizer": True,
         "world_size": dist.get_world_size(),
         "iteration": done.update,

@@ -161,7 +161,7 @@ class MyTrainer(RecordedTrainer):  # samerun: Trainer
         return {"losses": losses.sum(1) / (targets != IGNORE).sum(1), "logits": logits}
 
 
-def main() -> None:
+def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=1, help="ranks of a tensor-parallel group")
     parser.add_argument("--batch", type=int, default=12, help="samples per update")
@@ -169,7 +169,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="train up to this update")
     parser.add_argument("--dump", default="outputs", help="where checkpoints go")
     parser.add_argument("--resume", help="a checkpoint")
-    trainer = MyTrainer(make_config(parser.parse_args()))
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    trainer = MyTrainer(make_config(parse_args()))
     try:
         trainer.train()
     finally:

@@ -13,6 +13,7 @@ from support.warm_ranks import warm_launches
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
+UNEVEN = ("--decoder-first-pipeline-num-layers", "1")
 DEGREES = "--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
 ARGUMENTS = f"{DEGREES} --micro-batch-size {{max_microbatch}} --train-iters 100 --load {{checkpoint}}"
 
@@ -58,8 +59,8 @@ def without_tensor_parallelism(tmp_path_factory: pytest.TempPathFactory) -> Move
 
 @pytest.fixture(scope="module")
 def without_stages(tmp_path_factory: pytest.TempPathFactory) -> Move:
-    """Two pipeline stages, of one layer and of two, which share the embedding, to one; promoted."""
-    return move(tmp_path_factory.mktemp("pp"), "pp=2", "pp=1", "--decoder-first-pipeline-num-layers", "1")
+    """Two pipeline stages, of one layer and of two, to one; promoted."""
+    return move(tmp_path_factory.mktemp("pp"), "pp=2", "pp=1", *UNEVEN, "--untie-embeddings-and-output-weights")
 
 
 @pytest.fixture(scope="module")

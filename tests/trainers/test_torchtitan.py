@@ -25,15 +25,17 @@ def warm() -> Iterator[None]:
         yield
 
 
-def move(folder: Path, source: str, to: str, ranks: int, *flags: object, micro: int) -> Move:
-    """Trains 12 samples an update and moves the run to another layout."""
+def move(folder: Path, source: str, replicas: int, to: str, *flags: object) -> Move:
+    """Trains 12 samples an update on four ranks and moves the run to another layout."""
     moved = new_move(folder, "torchtitan")
-    moved.train(ranks, "--at-once", 3, "--steps", 8, "--dump", "saved", *flags)
+    moved.train(4, "--at-once", 3, "--steps", 8, "--dump", "saved", *flags)
     moved.draft(
         *("saved/checkpoint/step-8", source, to, ARGUMENTS),
         batch__global_batch=12,
-        batch__max_microbatch=micro,
+        batch__max_microbatch=2,
         progress__samples=96,
+        source__microbatch=3,
+        source__accumulation=4 // replicas,
     )
     result = moved.run()
     assert result.verdict.decision == "promote", wrongly(result)
@@ -44,11 +46,11 @@ def move(folder: Path, source: str, to: str, ranks: int, *flags: object, micro: 
 @pytest.fixture(scope="module")
 def promoted(tmp_path_factory: pytest.TempPathFactory) -> Move:
     """FSDP on four ranks to three, promoted."""
-    return move(tmp_path_factory.mktemp("fsdp"), "dp_shard=4", "dp_shard=3", 4, micro=2)
+    return move(tmp_path_factory.mktemp("fsdp"), "dp_shard=4", 4, "dp_shard=3")
 
 
 def test_tensor_parallel_ranks_to_sharded_ones(tmp_path: Path) -> None:
-    move(tmp_path, "dp_shard=2,tp=2", "dp_shard=3", 4, "--tp", 2, micro=2)
+    move(tmp_path, "dp_shard=2,tp=2", 2, "dp_shard=3", "--tp", 2)
 
 
 def test_an_optimizer_that_is_not_restored(promoted: Move, tmp_path: Path) -> None:
