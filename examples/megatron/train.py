@@ -291,7 +291,8 @@ def load(args: argparse.Namespace, model: Any, optimizer: Any, scheduler: Any, s
         state["rng_state"] = sharded_random_state([])
     state = dist_checkpointing.load(state, str(folder))
     model.module.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    with torch.no_grad():  # in fp32 the flat state lies in the parameters themselves
+        optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["opt_param_scheduler"])
     sampler.load_state_dict(state["sampler"])  # samerun
     if keeps_streams:

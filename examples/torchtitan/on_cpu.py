@@ -1,4 +1,4 @@
-"""What torchtitan lacks on a machine without GPUs. `use_cpu` is called there only, before torchtitan is imported."""
+"""What torchtitan lacks on a machine without GPUs: imported there only, and before torchtitan is."""
 
 from __future__ import annotations
 
@@ -34,3 +34,6 @@ def use_cpu() -> None:
                 module.set_force_sum_reduction_for_comms(True)
 
     fsdp.disable_fsdp_gradient_division = only_add
+
+
+use_cpu()

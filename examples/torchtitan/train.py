@@ -21,9 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 if not torch.cuda.is_available():
-    from on_cpu import use_cpu
-
-    use_cpu()
+    import on_cpu  # noqa: F401
 
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import CrossEntropyLoss

@@ -123,9 +123,7 @@ def megatron_swap_layers() -> None:
 def torchtitan_forget_optimizer() -> None:
     """torchtitan's optimizers keep what they had. It is told its device before, as the example does."""
     sys.path.insert(0, str(Path(sys.argv[1]).parent))
-    from on_cpu import use_cpu  # pyright: ignore[reportMissingImports]
-
-    use_cpu()
+    import on_cpu  # pyright: ignore[reportMissingImports] # noqa: F401
     from torchtitan.components.optimizer import OptimizersContainer
 
     OptimizersContainer.load_state_dict = lambda self, state: None

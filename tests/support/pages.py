@@ -125,7 +125,7 @@ def _example(name: str) -> Iterator[dict[str, Any]]:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29542")
     sys.path.insert(0, str(folder))
     try:
-        yield runpy.run_path(str(folder / "train.py"), run_name=name)
+        yield runpy.run_path(str(folder / "train.py"), run_name=f"{name}_example")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

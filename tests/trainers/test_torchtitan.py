@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support.moves import Move, codes, new_move, wrongly
+from support.moves import ROOT, Move, codes, new_move, wrongly
 from support.warm_ranks import warm_launches
 
 pytest.importorskip("torchtitan")
@@ -20,9 +21,11 @@ ARGUMENTS = (
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> Iterator[None]:
-    """Every job of this module forks its ranks from one process that has what torchtitan needs."""
-    with warm_launches("torchdata.stateful_dataloader", "tyro", "torch.distributed.pipelining", "spmd_types"):
-        yield
+    """Every job of this module forks its ranks from one process that has the framework imported, for CPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT / "examples" / "torchtitan"), prepend=os.pathsep)
+        with warm_launches("on_cpu", "torchtitan.trainer", "torchtitan.models.llama3"):
+            yield
 
 
 def move(folder: Path, source: str, replicas: int, to: str, *flags: object) -> Move:
