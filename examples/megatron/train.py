@@ -348,7 +348,8 @@ def main() -> None:
             forward_only=False,
         )
         loss = sum(losses) / tokens if losses else None  # the last stage alone knows it
-        recorder.samples(update.sample_ids, loss=loss, tokens=tokens, weight=tokens)  # samerun
+        ids = [sample for batch in batches for sample in batch.ids]  # samerun: what the loader really gave
+        recorder.samples(ids, loss=loss, tokens=tokens, weight=tokens)  # samerun
         _, grad_norm, _ = optimizer.step()
         scheduler.step(args.global_batch_size)
         done = sampler.commit().update  # samerun

@@ -172,6 +172,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     trainer = MyTrainer(make_config(parse_args()))
+    torch.manual_seed(4 + trainer.dataloader.sampler.replica)  # torchtitan gives all replicas the same stream
     try:
         trainer.train()
     finally:

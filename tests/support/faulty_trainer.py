@@ -65,46 +65,55 @@ def deepspeed_forget_optimizer() -> None:
     DeepSpeedEngine.load_checkpoint = functools.partialmethod(whole, load_optimizer_states=False)
 
 
-def megatron_forget_optimizer() -> None:
-    """Megatron's optimizer keeps what it had."""
+def _after_loading_megatron(change: Callable[[Any, dict[str, Any]], None]) -> None:
+    """Changes optimizer and weights after both are loaded: the optimizer's masters come last, and win."""
+    import torch
+    from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import ChainedOptimizer
 
-    ChainedOptimizer.load_state_dict = lambda self, state: None
+    load_model, load_optimizer = GPTModel.load_state_dict, ChainedOptimizer.load_state_dict
+    weights: dict[str, Any] = {}
+
+    def remember(self: Any, *rest: Any, **named: Any) -> Any:
+        weights.update(self.named_parameters())
+        return load_model(self, *rest, **named)
+
+    def load(self: Any, state: Any) -> None:
+        load_optimizer(self, state)
+        with torch.no_grad():
+            change(self.chained_optimizers[0].optimizer, weights)
+
+    GPTModel.load_state_dict, ChainedOptimizer.load_state_dict = remember, load
+
+
+def megatron_forget_optimizer() -> None:
+    """The optimizer forgets what it was given."""
+
+    def change(optimizer: Any, weights: Any) -> None:
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            del group["step"]
+
+    _after_loading_megatron(change)
 
 
 def megatron_miscount_steps() -> None:
     """The optimizer goes on one step further than it was."""
-    from megatron.core.optimizer import ChainedOptimizer
 
-    original = ChainedOptimizer.load_state_dict
-
-    def load(self: Any, state: Any) -> None:
-        original(self, state)
-        for group in self.param_groups:
+    def change(optimizer: Any, weights: Any) -> None:
+        for group in optimizer.param_groups:
             group["step"] += 1
 
-    ChainedOptimizer.load_state_dict = load
-
-
-def _after_loading_megatron(change: Callable[[dict[str, Any]], None]) -> None:
-    from megatron.core.models.gpt import GPTModel
-
-    original = GPTModel.load_state_dict
-
-    def load(self: Any, state: dict[str, Any], *rest: Any, **named: Any) -> Any:
-        change(state)
-        return original(self, state, *rest, **named)
-
-    GPTModel.load_state_dict = load
+    _after_loading_megatron(change)
 
 
 def megatron_swap_halves() -> None:
     """The two halves of every gated layer, of which each tensor-parallel rank has a part, are joined the wrong way."""
     import torch
 
-    def change(state: dict[str, Any]) -> None:
-        for name in (name for name in state if name.endswith("linear_fc1.weight")):
-            state[name] = torch.cat(state[name].chunk(2)[::-1])
+    def change(optimizer: Any, weights: Any) -> None:
+        for name in (name for name in weights if name.endswith("linear_fc1.weight")):
+            weights[name].copy_(torch.cat(weights[name].chunk(2)[::-1]))
 
     _after_loading_megatron(change)
 
@@ -112,21 +121,30 @@ def megatron_swap_halves() -> None:
 def megatron_swap_layers() -> None:
     """Layers that another stage had come in the wrong order."""
 
-    def change(state: dict[str, Any]) -> None:
-        for name in [name for name in state if name.startswith("decoder.layers.1.")]:
-            other = name.replace("layers.1.", "layers.2.")
-            state[name], state[other] = state[other], state[name]
+    def change(optimizer: Any, weights: Any) -> None:
+        for name in [name for name in weights if name.startswith("decoder.layers.1.")]:
+            other = weights[name.replace("layers.1.", "layers.2.")]
+            kept = other.clone()
+            other.copy_(weights[name])
+            weights[name].copy_(kept)
 
     _after_loading_megatron(change)
 
 
 def torchtitan_forget_optimizer() -> None:
-    """torchtitan's optimizers keep what they had. It is told its device before, as the example does."""
+    """torchtitan's optimizers forget what they were given. It is told its device before, as the example does."""
     sys.path.insert(0, str(Path(sys.argv[1]).parent))
     import on_cpu  # pyright: ignore[reportMissingImports] # noqa: F401
     from torchtitan.components.optimizer import OptimizersContainer
 
-    OptimizersContainer.load_state_dict = lambda self, state: None
+    original = OptimizersContainer.load_state_dict
+
+    def load(self: Any, state: Any) -> None:
+        original(self, state)
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+
+    OptimizersContainer.load_state_dict = load
 
 
 def restart_data() -> None:

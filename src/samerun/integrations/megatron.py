@@ -246,14 +246,14 @@ class RecordedOptimizer(StepHooks):
 
     @property
     def masters(self) -> dict[LogicalParameter, BoxPart]:
-        """Each parameter's fp32 master, where the model itself is in another type."""
+        """Each parameter's fp32 master: where the model itself is in another type, or the optimizer saves it as one."""
         import torch
 
         mains = {id(parameter): (main, first) for _, parameter, main, first in self._stepped()}
         return {
             logical: self._part(logical, torch.float32, lambda p: mains.get(id(p)))
             for logical in self._model.parameters()
-            if logical.requires_grad and logical.dtype != torch.float32
+            if logical.requires_grad and (self._sharded or logical.dtype != torch.float32)
         }
 
     def _slots(
