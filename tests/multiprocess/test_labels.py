@@ -172,6 +172,17 @@ def test_a_warm_start_keeps_the_model_and_owes_a_run(checkpoint: Path, tmp_path:
     assert "SR-LOAD-PARAM" in codes(broken)
 
 
+def test_another_environment_is_listed_and_decides_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    result = move(tmp_path / "e", checkpoint, launch__command=f"env NCCL_ALGO=Ring {CLEAN}")
+    assert result.verdict.decision == "promote", result.verdict.reasons
+    body = record(tmp_path / "e")
+    (listed,) = [item for item in body["remarks"] if item["code"] == "SR-JOB-ENVIRONMENT"]
+    assert listed["found"].endswith("variables.NCCL_ALGO Ring")
+    assert (body["equivalence"], body["owed"], body["changes"]) == (
+        "the uninterrupted run", None, [{"part": "rng", "declared": "expected-to-change"}],
+    )  # fmt: skip
+
+
 def test_a_rehearsal_says_that_it_is_one(checkpoint: Path, tmp_path: Path) -> None:
     real = train(tmp_path / "real", "--size", "slim", updates=1)
     rehearsal = {

@@ -16,6 +16,7 @@ from samerun.runner.assess import (
     assess_evaluation,
     assess_updates,
     boundaries_of,
+    check_autocast,
     check_control_rates,
     check_environment,
     check_resumed_at,
@@ -352,6 +353,7 @@ def assess_candidate(
         trainable = trainable_of(state.body if state else None)
         found = assess_updates(controls, observed, window_plan(manifest, plan, bands, word, trainable))
         named = attribute(found.problems, controls, observed, _evaluated(work))
+        problems += check_autocast(controls.reference, observed, word)
         problems, measured = [*problems, *named], {**measured, **found.measured}
     return [replace(item, where={"stage": word, **item.where}) for item in problems], measured
 

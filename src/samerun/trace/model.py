@@ -47,8 +47,8 @@ class UpdateLine:
     change of a few named parameters; `moved` those of every parameter (rank 0, first update of a job), and `gradients`
     those of their gradients before clipping. `step_norm` is the norm of the whole gradient that the step used, after
     clipping. `inputs` are the rows that this rank's model was given in the first update of a job, and the sum of their
-    digests. None: not measured. `ids_digest` is the set digest of this rank's ids
-    (`samerun.core.idset`), which stands also where the ids themselves were not kept.
+    digests, `autocast` the type that its forward pass was cast to. None: not measured. `ids_digest` is
+    the set digest of this rank's ids (`samerun.core.idset`), which stands also where the ids themselves were not kept.
     """
 
     update: int
@@ -70,6 +70,7 @@ class UpdateLine:
     gradients: Mapping[str, float] | None = None
     step_norm: float | None = None
     inputs: tuple[int, int] | None = None
+    autocast: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -193,6 +193,7 @@ def _parse_update(body: Mapping[str, Any]) -> UpdateLine:
         gradients=_norms(body.get("gradients")),
         step_norm=_number(body.get("step_norm")),
         inputs=_inputs(body.get("inputs")),
+        autocast=(body.get("inputs") or {}).get("autocast"),
     )
 
 
