@@ -191,7 +191,7 @@ def _analysed(rows: Sequence[dict[str, Any]]) -> list[str]:
         "## The same traces under bounds from analysis",
         "",
         "Each run judged again with every tolerance `{from: analysis}` ([judging.md](judging.md#tolerances)).",
-        "`caught`: of the runs in which some number left a band from the controls, those in which one leaves its bound.",
+        "`caught`: of the runs in which a number left a band from the controls, those in which one leaves its bound.",
         "`too wide`: metrics whose bound exceeds its ceiling in the window, so that such a run would abstain.",
         "",
         "| model | precision | clean moves within | most of a bound used | caught | too wide |",
