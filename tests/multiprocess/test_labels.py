@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from samerun.formats.detect import open_checkpoint
 from samerun.manifest.models import METRICS
 from samerun.runner.run import RunResult, run_migration
 from samerun.runner.rundir import RunDirectory
@@ -65,7 +66,7 @@ def move(folder: Path, checkpoint: Path, **changes: Any) -> RunResult:
         "run__checkpoint": str(checkpoint),
         "batch__max_microbatch": 4,
         "control__vary_microbatch": 2,
-        "progress__tokens": None,
+        "progress__tokens": open_checkpoint(checkpoint).state.progress.tokens,
         "window__updates": UPDATES,
         "launch__command": CLEAN,
         "launch__source_command": CLEAN,
@@ -101,8 +102,8 @@ def test_an_approximate_continuation_names_its_samples_and_keeps_its_bound(check
     declared = {
         "transition__label": "approximate-continuation",
         "transition__reason": "the loader's last prefetched sample is lost",
-        "transition__omission_bound": 1,
-        "transition__replay_bound": 1,
+        "transition__omission_bound": 3,  # one on each of three ranks
+        "transition__replay_bound": 3,
         "launch__command": with_fault("one-sample-changed"),
     }
     result = move(tmp_path / "a", checkpoint, **declared)
@@ -111,7 +112,7 @@ def test_an_approximate_continuation_names_its_samples_and_keeps_its_bound(check
     assert body["label"] == "approximate-continuation"
     assert body["equivalence"] == "the uninterrupted run, up to the samples that are listed"
     samples = {row["what"]: row for row in body["changes"] if row["part"] == "samples"}
-    assert [len(samples[what]["ids"]) for what in ("replayed", "omitted")] == [1, 1]
+    assert [len(samples[what]["ids"]) for what in ("replayed", "omitted")] == [3, 3]
     assert body["numbers_compared"] == 0  # the first update has another sample: no number after it can be compared
     wider = again(tmp_path / "a", with_fault("update-omitted"), "a whole update is lost")
     assert wider.verdict.decision == "reject"
