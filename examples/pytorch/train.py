@@ -267,6 +267,7 @@ def main() -> None:
             recorder.boundary("save", done.update)  # samerun
 
     recorder.close()  # samerun
+    dist.barrier()  # no rank leaves while another's last collective is still under way
     dist.destroy_process_group()
 
 

@@ -189,6 +189,19 @@ def test_a_fault_in_the_job_is_rejected_by_name(workspace: Workspace, fault: str
     assert result.verdict.first_divergence["stage"] == stage
 
 
+def test_a_crash_after_the_trace_was_closed_takes_nothing_away(workspace: Workspace) -> None:
+    """As torch's threads crash now and then while Python ends; what was recorded is whole."""
+    workspace.set_fault("die-at-exit")
+    workspace.rundir.drop_stages(["05-update"])
+    result = workspace.run()
+    assert result.verdict.decision == "promote", result.verdict.reasons
+    assert "SR-JOB-EXIT" in {problem.code for problem in result.verdict.remarks}
+    workspace.set_fault("die-before-closing")
+    workspace.rundir.drop_stages(["05-update"])
+    result = workspace.run()
+    assert (result.verdict.decision, result.verdict.reasons[0].code) == ("reject", "SR-JOB-FAILED")
+
+
 def test_a_silent_job_is_no_pass(workspace: Workspace) -> None:
     workspace.set_fault("say-nothing")
     workspace.rundir.drop_stages(["03-load"])

@@ -147,6 +147,27 @@ def one_stream_for_all() -> None:
     torch.set_rng_state = set_rng_state
 
 
+def die_at_exit() -> None:
+    """Every rank aborts when the script has closed its trace and leaves."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group = os.abort
+
+
+def die_before_closing() -> None:
+    """One rank aborts after its last update, before the script has closed its trace."""
+    from samerun.train import Recorder
+
+    close = Recorder.close
+
+    def closing(self: Recorder) -> None:
+        if os.environ["RANK"] == "1":
+            os.abort()
+        close(self)
+
+    Recorder.close = closing
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "stretch-gradient": stretch_gradient,
@@ -159,6 +180,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "say-nothing": say_nothing,
     "fall-over": fall_over,
     "one-stream-for-all": one_stream_for_all,
+    "die-at-exit": die_at_exit,
+    "die-before-closing": die_before_closing,
 }
 
 if __name__ == "__main__":

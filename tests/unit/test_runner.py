@@ -21,6 +21,7 @@ from samerun.runner.assess import (
     check_environment,
     check_resumed_at,
     control_microbatches,
+    note_resumed_controls,
 )
 from samerun.runner.evidence import (
     control_traces,
@@ -293,6 +294,17 @@ def test_no_control_at_all(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as error:
         read_controls({"first": tmp_path / "trace"})
     assert codes(error) == ["SR-CONTROL-MISSING"]
+
+
+def test_controls_that_are_resumes_are_called_so() -> None:
+    (note,) = note_resumed_controls(manifest())
+    assert (note.code, note.severity) == ("SR-CONTROL-RESUMED", Severity.NOTE)
+    assert (
+        note_resumed_controls(
+            manifest(control__kind="continuation", control__trace="ledger", control__vary_microbatch=None)
+        )
+        == []
+    )
 
 
 def test_how_many_controls_are_run() -> None:

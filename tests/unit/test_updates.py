@@ -290,6 +290,9 @@ def test_replicas_after_the_window() -> None:
     assert [problem.code for problem in check_end(clean, None, "window")] == ["SR-UPD-UNRECORDED"]
     broken = make_state("end", nonfinite=1).body
     assert [problem.code for problem in check_end(clean, broken, "window")] == ["SR-UPD-NONFINITE"]
+    masked, other = ({"tensors": {"buffer:mask": {"nonfinite": 3, "digest": digest}}} for digest in "12")
+    assert check_end(masked, masked, "window") == []
+    assert [problem.code for problem in check_end(other, masked, "window")] == ["SR-UPD-NONFINITE"]
 
 
 # --- controls ---

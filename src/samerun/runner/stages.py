@@ -17,11 +17,13 @@ from samerun.runner.assess import (
     assess_updates,
     boundaries_of,
     check_autocast,
+    check_control_motion,
     check_control_rates,
     check_environment,
     check_resumed_at,
     control_microbatches,
     destination_job,
+    note_resumed_controls,
     oracle_job,
     source_job,
     trainable_of,
@@ -119,7 +121,7 @@ def run_control(work: Work, plan: MigrationPlan) -> StageResult:
     clock = Clock()
     stage = work.directory.begin_stage(CONTROL)
     jobs: list[Mapping[str, Any]] = []
-    problems = check_source(work.checkpoint, kept_fingerprint(work), "control")
+    problems = [*check_source(work.checkpoint, kept_fingerprint(work), "control"), *note_resumed_controls(manifest)]
     if manifest.control.trace:
         keep_recorded(
             work.base / manifest.control.trace,
@@ -223,6 +225,7 @@ def _assess_controls(work: Work, plan: MigrationPlan, stage: Path) -> tuple[list
     if manifest.control.oracle:
         truth = read_observed(folders[ORACLE])
         problems += check_oracle(truth, controls.reference, plan.first_update)
+    problems += check_control_motion(plan, controls)
     measured: dict[str, Any] = {
         "controls": list(controls.names),
         "traces": {name: str(path.relative_to(stage)) for name, path in folders.items()},
@@ -382,7 +385,7 @@ def _check_state_once(work: Work, stage: str, observed: Observed) -> list[Proble
 
 
 def _comparable(body: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in body.items() if name != "rng"}
+    return {name: value for name, value in body.items() if name not in ("rng", "generators")}
 
 
 def _describe(stage: str, job: JobPlan, updates: int) -> str:

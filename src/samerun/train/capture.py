@@ -23,7 +23,7 @@ from samerun.train.measure import (
     read_local,
     tensor_fact,
 )
-from samerun.train.objects import object_state, rank_records, rng_digests
+from samerun.train.objects import generator_digests_by_rank, object_state, rank_records
 from samerun.train.settings import learning_rates, optimizer_semantics, parameter_groups, read_config
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def capture_state(
         scheduler=shared["scheduler"],
         objects=shared["objects"],
         config=shared["config"],
-        rng=rng_digests(),
+        generators=generator_digests_by_rank(),
         rank_rng=rank_records(rank_rng),
         broken_ties=_broken_ties(shared["config"], tensors),
         disagreements=disagreements,

@@ -75,7 +75,10 @@ class TensorFact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedState:
-    """Everything that `capture_state` saw, the same on every rank."""
+    """Everything that `capture_state` saw, the same on every rank.
+
+    `generators` has the digest of each rank's random number generators, by generator, then rank.
+    """
 
     layout: Layout | None
     world_size: int
@@ -87,7 +90,7 @@ class CapturedState:
     scheduler: Any
     objects: Mapping[str, Any]
     config: Any
-    rng: Mapping[str, str]
+    generators: Mapping[str, Mapping[str, str]]
     rank_rng: Mapping[str, Any]
     broken_ties: Sequence[Sequence[str]]
     disagreements: Sequence[Mapping[str, Any]] = field(default_factory=tuple[Mapping[str, Any], ...])
@@ -111,7 +114,8 @@ class CapturedState:
             "scheduler": self.scheduler,
             "objects": dict(self.objects),
             "config": self.config,
-            "rng": dict(self.rng),
+            "rng": dict(self.generators.get("torch", {})),
+            "generators": {name: dict(ranks) for name, ranks in self.generators.items() if name != "torch"},
             **({"rank_rng": dict(self.rank_rng)} if self.rank_rng else {}),
             "broken_ties": [list(names) for names in self.broken_ties],
             "disagreements": [dict(body) for body in self.disagreements],

@@ -70,7 +70,8 @@ class Observed:
     """Everything that the checks need from one job's trace.
 
     `updates` is in the order recorded by the lead rank. `boundaries` are (what, update) pairs. `problems` are findings
-    about the trace alone, such as ranks that contradict each other.
+    about the trace alone, such as ranks that contradict each other. `ended`: every rank's file has its last line.
+    `finished`: on every rank the script itself closed it, after all the updates that were asked for.
     """
 
     headers: Mapping[int, Header]
@@ -79,6 +80,7 @@ class Observed:
     states: tuple[StateLine, ...]
     boundaries: frozenset[tuple[str, int]]
     ended: bool
+    finished: bool
     problems: tuple[Problem, ...]
 
     def state(self, when: str) -> StateLine | None:
@@ -101,6 +103,8 @@ def observe(trace: Trace) -> Observed:
         states=trace.lead.states,
         boundaries=frozenset((line.what, line.update) for line in trace.lead.boundaries),
         ended=all(rank.end is not None for rank in trace.ranks),
+        finished=all(rank.end is not None and rank.end.reason == "finished" for rank in trace.ranks)
+        and len(trace.ranks) == trace.lead.header.world_size,
         problems=tuple(problem for problem in check_trace(trace) if problem.code not in NAMED_ELSEWHERE),
     )
 
