@@ -126,7 +126,11 @@ def _apart(
 def analysis_bands(metric: str, evidence: Evidence, indices: range) -> list[Band]:
     """Returns the bands of one metric over the updates of the window: one, or one per tensor."""
     if metric in ("eval_loss", "eval_logits"):
-        return [_band(metric, indices[0] - 1, [_evaluation_limit(metric, evidence)], evidence)]
+        if evidence.evaluation is None or (metric == "eval_logits" and evidence.evaluation.logits is None):
+            return []
+        return [
+            _band(metric, indices[0] - 1, [_evaluation_limit(metric, evidence.basis, evidence.evaluation)], evidence)
+        ]
     if metric in ("parameter_gradient", "parameter_delta"):
         return _tensor_bands(metric, evidence, indices)
     limits = [_number_limit(metric, evidence, place) for place in range(len(indices))]
@@ -141,15 +145,11 @@ def _band(metric: str, first: int, limits: Sequence[float], evidence: Evidence, 
     return band_from_analysis(metric, first, limits, reason=reason, tensor=tensor)
 
 
-def _evaluation_limit(metric: str, evidence: Evidence) -> float:
-    evaluation = evidence.evaluation
-    if evaluation is None:
-        return math.inf
-    if metric == "eval_logits":
-        logits = evaluation.logits
-        return math.inf if logits is None else evidence.basis.logits(float(np.abs(logits).max(initial=0.0)))
+def _evaluation_limit(metric: str, basis: Basis, evaluation: Evaluation) -> float:
+    if metric == "eval_logits" and evaluation.logits is not None:
+        return basis.logits(float(np.abs(evaluation.logits).max(initial=0.0)))
     terms = math.prod(evaluation.shape[1:-1]) if len(evaluation.shape) > 2 else 1
-    return max((evidence.basis.loss(loss, terms) for loss in evaluation.losses), default=math.inf)
+    return max((basis.loss(loss, terms) for loss in evaluation.losses), default=math.inf)
 
 
 def _number_limit(metric: str, evidence: Evidence, place: int) -> float:
