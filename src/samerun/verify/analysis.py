@@ -41,8 +41,8 @@ class Evidence:
         """How far two runs may come apart over the window."""
         return Drift(
             bound=self.basis.backward,
-            loss=[item.loss or math.nan for item in self.updates],
-            gradient=[item.grad_norm or math.nan for item in self.updates],
+            loss=[item.loss or 0.0 for item in self.updates],  # of 0, as of none, no relative bound is known
+            gradient=[item.grad_norm or 0.0 for item in self.updates],
             step=[item.update_norm or 0.0 for item in self.updates],
         )
 
