@@ -9,12 +9,14 @@ from typing import Any
 from samerun.core.dtype import parse_dtype
 from samerun.core.tolerance import Band, bands_from_json
 from samerun.errors import Severity
-from samerun.manifest.models import METRICS, Manifest, Tolerances
+from samerun.manifest.models import Manifest
+from samerun.manifest.tolerances import METRICS, Tolerances
 from samerun.plan.migration import MigrationPlan
 from samerun.runner.assess import assess_evaluation, window_plan
 from samerun.runner.evidence import control_traces, read_controls, read_evaluation, read_observed
 from samerun.runner.rundir import RunDirectory
-from samerun.verify.bands import Controls, plan_bands, split_bands, vanishing
+from samerun.verify.bands import plan_bands, split_bands, vanishing
+from samerun.verify.controls import Controls
 from samerun.verify.updates import compare_window
 
 ANALYSED = Tolerances.model_validate({metric: {"from": "analysis"} for metric in METRICS})

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from samerun.formats.detect import open_checkpoint
-from samerun.manifest.models import METRICS
+from samerun.manifest.tolerances import METRICS
 from samerun.runner.run import RunResult, run_migration
 from samerun.runner.rundir import RunDirectory
 from support.manifests import manifest_data, to_yaml

@@ -44,7 +44,7 @@ from samerun.runner.stages import about_control, check_resumable
 from samerun.runner.work import Work
 from samerun.stores.local import fingerprint_tree
 from samerun.trace import TraceWriter
-from samerun.verify.bands import Controls
+from samerun.verify.controls import Controls
 from samerun.verify.observed import Observed
 from samerun.verify.stage import STAGES, StageResult
 from samerun.verify.window import WindowPlan

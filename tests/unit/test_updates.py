@@ -10,18 +10,13 @@ import pytest
 
 from samerun.core.dtype import parse_dtype
 from samerun.errors import Problem, Severity
-from samerun.manifest.models import Tolerances
+from samerun.manifest.tolerances import Tolerances
 from samerun.plan.schedule import PlannedRates
-from samerun.verify.bands import (
-    Controls,
-    check_controls,
-    complete_reference,
-    plan_bands,
-    split_bands,
-    vanishing,
-)
+from samerun.verify.bands import plan_bands, split_bands, vanishing
+from samerun.verify.controls import Controls, complete_reference
 from samerun.verify.movement import check_averages, check_end
 from samerun.verify.observed import Observed
+from samerun.verify.soundness import check_controls
 from samerun.verify.updates import compare_window
 from samerun.verify.window import WindowPlan
 from support.observations import BATCH, COUNT, FIRST, TENSORS, make_evaluation, make_observed, make_state, make_update

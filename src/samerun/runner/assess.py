@@ -15,7 +15,7 @@ from samerun.manifest.models import Bounded, Manifest
 from samerun.plan.migration import MigrationPlan
 from samerun.plan.schedule import check_planned_rates
 from samerun.runner.evidence import judged_bands, throughput
-from samerun.verify.bands import Controls
+from samerun.verify.controls import Controls
 from samerun.verify.ending import Span, check_ending, check_motion
 from samerun.verify.evaluate import Evaluation, check_evaluation, logit_deviation, loss_deviation, worst_example
 from samerun.verify.job import JobPlan

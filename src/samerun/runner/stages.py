@@ -55,11 +55,12 @@ from samerun.runner.work import (
 )
 from samerun.stores.local import fingerprint_tree
 from samerun.verify.attribute import attribute
-from samerun.verify.bands import Controls, check_controls
+from samerun.verify.controls import Controls
 from samerun.verify.evaluate import Evaluation
 from samerun.verify.job import JobPlan, check_job
 from samerun.verify.observed import Observed
 from samerun.verify.oracle import check_oracle
+from samerun.verify.soundness import check_controls
 from samerun.verify.stage import CONTROL, CONVERT, EVAL, INSPECT, LOAD, UPDATE, WINDOW, StageResult
 from samerun.verify.streams import check_kept_streams
 
