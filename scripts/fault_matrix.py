@@ -115,7 +115,7 @@ def _used(verdict: dict[str, Any]) -> dict[str, list[float]]:
 
 def share(row: dict[str, Any]) -> float | None:
     """Returns the largest part of any sealed band that was used (1 is the limit)."""
-    return max((value / limit for value, limit in row["used"].values() if limit), default=None)
+    return max((value / limit for value, limit in row["used"].values() if limit), default=row.get("share"))
 
 
 def as_it_should_be(row: dict[str, Any]) -> bool:
@@ -226,11 +226,12 @@ def _rates(rows: Sequence[dict[str, Any]]) -> list[str]:
         mine = [row for row in rows if group is None or (row["size"], row["precision"]) == group]
         clean = [row for row in mine if row["fault"] is None]
         broken = [row for row in mine if row["fault"] is not None]
+        told = sum(row["kind"] is not None for row in broken)
         name = "**all** |" if group is None else " | ".join(group)
         cells = (
             f"{sum(map(as_it_should_be, clean))} of {len(clean)}",
             f"{sum(map(as_it_should_be, broken))} of {len(broken)}",
-            f"{sum(map(points_right, broken))} of {len(broken)}",
+            f"{sum(map(points_right, broken))} of {told}" if told else "not recorded then",
         )
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
@@ -246,7 +247,8 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 def _confusion(broken: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the table of what was injected against the kind that the first divergence points to."""
-    pairs = Counter((FAULTS[row["fault"]].kind.value, row["kind"] or "nothing") for row in broken)
+    broken = [row for row in broken if row["kind"]]  # rows from before verdicts told kinds have none
+    pairs = Counter((FAULTS[row["fault"]].kind.value, row["kind"]) for row in broken)
     wrong = sorted({row["fault"] for row in broken if not points_right(row)})
     right = sum(count for pair, count in pairs.items() if pair[0] == pair[1])
     lines = [
