@@ -227,7 +227,7 @@ def test_the_gradient_of_every_tensor_is_judged() -> None:
 
 
 def test_a_gradient_that_is_rounding_alone_is_not_judged() -> None:
-    floor = 0.03  # of the whole gradient, 0.8: norm.weight, 0.02, is below
+    floor = 0.2  # a quarter of it, of an average gradient of 0.57, is 0.028: norm.weight, 0.02, is below
     plan = gradient_plan(floor=floor)
     assert {band.tensor for band in plan.bands} == {"embedding.weight"}
     noisy = gradient_plan(with_gradients(norm__weight=0.05))

@@ -140,17 +140,20 @@ def _tensor_bands(metric: str, controls: Controls, tolerance: Stated, indices: r
 
 
 def vanishing(controls: Controls, bands: Sequence[Band]) -> frozenset[str]:
-    """Returns the tensors whose gradient is no larger than what rounding may make of the whole one.
+    """Returns the tensors whose gradient is no larger than what rounding makes of an average tensor's.
 
     Such a gradient is nothing but rounding (that of a bias which a softmax or a normalisation cancels): relative to
-    itself, another order of sums changes it altogether.
+    itself, another order of sums changes it altogether. Rounding is taken as a quarter of the floor, which has a margin.
     """
     named = [(band.tensor, band) for band in bands if band.metric == "parameter_gradient" and not band.absolute]
     reference = controls.reference.by_update()
     found: set[str] = set()
     for tensor, band in named:
         norms = reference[band.first_update].gradients if band.first_update in reference else None
-        if tensor is not None and norms and norms[tensor] <= band.floor * math.hypot(*norms.values()):
+        if tensor is None or not norms:
+            continue
+        average = math.hypot(*norms.values()) / math.sqrt(len(norms))
+        if norms[tensor] <= band.floor / 4 * average:
             found.add(tensor)
     return frozenset(found)
 
