@@ -145,6 +145,7 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
         *_rates(rows),
         "",
         *(f"`{size}`: {words}." for size, words in MODELS.items()),
+        "An abstention says that the two controls differ so much by themselves that no candidate could be judged.",
         "",
         "## Clean moves",
         "",
@@ -218,8 +219,8 @@ def _run(row: dict[str, Any]) -> tuple[str, str, int]:
 def _rates(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the table of detection and false rejects, by model and precision."""
     lines = [
-        "| model | precision | clean moves promoted | faults rejected under their own name | right kind named |",
-        "|---|---|---|---|---|",
+        "| model | precision | clean moves promoted | abstained | rejected | faults rejected by name | right kind |",
+        "|---|---|---|---|---|---|---|",
     ]
     groups = sorted({(row["size"], row["precision"]) for row in rows})
     for group in (*groups, None):
@@ -230,10 +231,12 @@ def _rates(rows: Sequence[dict[str, Any]]) -> list[str]:
         name = "**all** |" if group is None else " | ".join(group)
         cells = (
             f"{sum(map(as_it_should_be, clean))} of {len(clean)}",
+            sum(row["verdict"] == "abstain" for row in clean),
+            sum(row["verdict"] == "reject" for row in clean),
             f"{sum(map(as_it_should_be, broken))} of {len(broken)}",
             f"{sum(map(points_right, broken))} of {told}" if told else "not recorded then",
         )
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
     return lines
 
 

@@ -143,7 +143,7 @@ def vanishing(controls: Controls, bands: Sequence[Band]) -> frozenset[str]:
     """Returns the tensors whose gradient is no larger than what rounding makes of an average tensor's.
 
     Such a gradient is nothing but rounding (that of a bias which a softmax or a normalisation cancels): relative to
-    itself, another order of sums changes it altogether. Rounding is taken as a quarter of the floor, which has a margin.
+    itself, another order of sums changes it altogether. Rounding is taken as a quarter of the floor.
     """
     named = [(band.tensor, band) for band in bands if band.metric == "parameter_gradient" and not band.absolute]
     reference = controls.reference.by_update()
