@@ -103,6 +103,16 @@ def test_a_bound_beyond_its_ceiling_abstains() -> None:
     assert all("bound that analysis gives" in problem.message for problem in wide if "tensor" not in problem.where)
 
 
+def test_parameters_in_few_bits_move_in_steps_that_have_no_bound() -> None:
+    reference = job()
+    body = dict(reference.states[0].body)
+    body["tensors"] = {key: {**fact, "dtype": "bfloat16"} for key, fact in body["tensors"].items()}
+    coarse = replace(reference, states=(replace(reference.states[0], body=body),))
+    found = bands(controls(observed=(coarse,)))
+    unknown = {band.metric for band in found if math.inf in band.limits}
+    assert unknown == {"update_norm", "parameter_delta"}
+
+
 def truth(noise: float) -> Oracle:
     return first_of(job(noise), make_evaluation(losses=(3.0 * (1 + noise), 2.5)), FIRST)
 
