@@ -27,8 +27,8 @@ from samerun.verify.oracle import Distances, Oracle, distances
 class Evidence:
     """What bounds are made from. `elements` counts each trainable parameter's elements by name.
 
-    `apart` is how far the controls lie from the fp64 oracle; empty where there is none. `coarse` is set where parameters
-    are kept in fewer bits than float32: they then move in steps of their type, for which there is no bound.
+    `apart` is how far the controls lie from the fp64 oracle; empty where there is none. `coarse` is set where
+    parameters are kept in fewer bits than float32: they move in steps of their type, for which there is no bound.
     """
 
     basis: Basis
