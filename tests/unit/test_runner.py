@@ -17,6 +17,7 @@ from samerun.errors import Problem, Severity, UsageError
 from samerun.runner.assess import (
     assess_evaluation,
     assess_updates,
+    check_autocast,
     check_environment,
     check_resumed_at,
     control_microbatches,
@@ -43,7 +44,8 @@ from samerun.runner.stages import about_control, check_resumable
 from samerun.runner.work import Work
 from samerun.stores.local import fingerprint_tree
 from samerun.trace import TraceWriter
-from samerun.verify.bands import Controls
+from samerun.verify.controls import Controls
+from samerun.verify.observed import Observed
 from samerun.verify.stage import STAGES, StageResult
 from samerun.verify.window import WindowPlan
 from support.manifests import manifest, manifest_data, to_yaml
@@ -213,6 +215,21 @@ def test_environments_are_listed_and_decide_nothing() -> None:
     assert (found.code, found.severity) == ("SR-JOB-ENVIRONMENT", Severity.NOTE)
     assert "threads" in found.message
     assert check_environment(one, one, "load") == []
+    parts = [
+        replace(one, headers={0: replace(one.headers[0], environment={"attention": {"flash": on, "math": True}})})
+        for on in (True, False)
+    ]
+    (found,) = check_environment(parts[0], parts[1], "load")
+    assert (found.expected, found.found) == ("attention.flash True", "attention.flash False")
+
+
+def test_another_autocast_is_listed() -> None:
+    def job(autocast: str | None) -> Observed:
+        return make_observed(make_update(FIRST, inputs=(12, 7), autocast=autocast))
+
+    assert check_autocast(job(None), job(None), "update") == []
+    (found,) = check_autocast(job(None), job("bfloat16"), "update")
+    assert (found.severity, found.expected, found.found) == (Severity.NOTE, "off", "bfloat16")
 
 
 def test_files_that_a_job_touches(tmp_path: Path) -> None:

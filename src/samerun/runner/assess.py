@@ -15,7 +15,7 @@ from samerun.manifest.models import Bounded, Manifest
 from samerun.plan.migration import MigrationPlan
 from samerun.plan.schedule import check_planned_rates
 from samerun.runner.evidence import judged_bands, throughput
-from samerun.verify.bands import Controls
+from samerun.verify.controls import Controls
 from samerun.verify.ending import Span, check_ending, check_motion
 from samerun.verify.evaluate import Evaluation, check_evaluation, logit_deviation, loss_deviation, worst_example
 from samerun.verify.job import JobPlan
@@ -286,4 +286,27 @@ def check_environment(control: Observed, candidate: Observed, stage: str) -> lis
 
 def _environment(observed: Observed) -> dict[str, Any]:
     header = next(iter(observed.headers.values()), None)
-    return {} if header is None else {**header.versions, **header.environment}
+    if header is None:
+        return {}
+    nested = {name: value for name, value in header.environment.items() if isinstance(value, Mapping)}
+    flat = {name: value for name, value in header.environment.items() if name not in nested}
+    parts = {f"{name}.{key}": item for name, value in nested.items() for key, item in value.items()}
+    return {**header.versions, **flat, **parts}
+
+
+def check_autocast(control: Observed, candidate: Observed, stage: str) -> list[Problem]:
+    """Returns a note when the forward passes of the first update were cast to different types."""
+    one, other = (next((u for u in item.updates if u.inputs is not None), None) for item in (control, candidate))
+    if one is None or other is None or one.autocast == other.autocast:
+        return []
+    return [
+        Problem(
+            "SR-JOB-ENVIRONMENT",
+            "the forward pass ran under another autocast than the control's",
+            Severity.NOTE,
+            where={"stage": stage, "update": other.update},
+            expected=one.autocast or "off",
+            found=other.autocast or "off",
+            hint="another type rounds differently; nothing is wrong unless a band is left",
+        )
+    ]

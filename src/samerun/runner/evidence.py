@@ -15,9 +15,11 @@ import numpy as np
 from samerun.core.dtype import parse_dtype
 from samerun.core.tolerance import Band
 from samerun.errors import Problem, UsageError
-from samerun.manifest.models import METRICS, Manifest, UserTolerance
+from samerun.manifest.models import Manifest
+from samerun.manifest.tolerances import METRICS, UserTolerance
 from samerun.trace import read_trace
-from samerun.verify.bands import Controls, complete_reference, plan_bands, split_bands, vanishing
+from samerun.verify.bands import plan_bands, split_bands, vanishing
+from samerun.verify.controls import Controls, complete_reference
 from samerun.verify.evaluate import Evaluation, evaluation_of
 from samerun.verify.observed import Observed, observe
 from samerun.verify.oracle import Oracle

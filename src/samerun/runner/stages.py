@@ -16,6 +16,7 @@ from samerun.runner.assess import (
     assess_evaluation,
     assess_updates,
     boundaries_of,
+    check_autocast,
     check_control_motion,
     check_control_rates,
     check_environment,
@@ -54,11 +55,12 @@ from samerun.runner.work import (
 )
 from samerun.stores.local import fingerprint_tree
 from samerun.verify.attribute import attribute
-from samerun.verify.bands import Controls, check_controls
+from samerun.verify.controls import Controls
 from samerun.verify.evaluate import Evaluation
 from samerun.verify.job import JobPlan, check_job
 from samerun.verify.observed import Observed
 from samerun.verify.oracle import check_oracle
+from samerun.verify.soundness import check_controls
 from samerun.verify.stage import CONTROL, CONVERT, EVAL, INSPECT, LOAD, UPDATE, WINDOW, StageResult
 from samerun.verify.streams import check_kept_streams
 
@@ -355,6 +357,7 @@ def assess_candidate(
         trainable = trainable_of(state.body if state else None)
         found = assess_updates(controls, observed, window_plan(manifest, plan, bands, word, trainable))
         named = attribute(found.problems, controls, observed, _evaluated(work))
+        problems += check_autocast(controls.reference, observed, word)
         problems, measured = [*problems, *named], {**measured, **found.measured}
     return [replace(item, where={"stage": word, **item.where}) for item in problems], measured
 

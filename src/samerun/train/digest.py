@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _CPU_CHUNK_ELEMENTS = 1 << 15
 _DEVICE_CHUNK_ELEMENTS = 1 << 24
 _COMPILED_FROM_ELEMENTS = 1 << 22
+_UNORDERED_CHUNK_ELEMENTS = 1 << 20
 
 
 def dtype_of(tensor: torch.Tensor | Shard) -> DType:
@@ -149,7 +150,7 @@ def sum_unordered(local: torch.Tensor) -> int:
 
     bits = as_integers(local)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for chunk in bits.split(_DEVICE_CHUNK_ELEMENTS):
+    for chunk in bits.split(_UNORDERED_CHUNK_ELEMENTS):
         wide = widened(chunk)
         total += (wide * signed(MULTIPLIER_1) + signed(MULTIPLIER_2)).mul_(wide).sum()
     return int(total.item()) & MASK
