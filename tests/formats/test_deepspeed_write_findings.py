@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from samerun.catalog import load_catalog
+from samerun.convert.prepare import prepare
 from samerun.core.dtype import parse_dtype
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, ParamGroup, Role, TensorEntry, TensorKey, Tiling, Topology
 from samerun.core.written import DestinationPlan
+from samerun.errors import PlanError
 from samerun.formats.base import WriteSource
+from samerun.formats.detect import open_checkpoint
 from samerun.formats.universal.write import lay_out as lay_out_universal
 from samerun.formats.zero.write import lay_out as lay_out_zero
+from support.corpus import corpus, needs_corpus
 from support.zero import codes
 
 Tensors = dict[str, tuple[tuple[int, ...], str]]
@@ -66,16 +72,29 @@ def test_a_plain_run_is_written_without_a_word(lay_out: Any) -> None:
 @pytest.mark.parametrize("lay_out", WRITERS)
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(dp_shard=2, ep=2)])
 def test_destinations_that_cut_by_more_than_data_are_refused(lay_out: Any, layout: Layout) -> None:
-    assert "SR-DSW-PARALLEL" in codes(plan_of(lay_out, state_of(tensors_of()), layout).problems)
+    with pytest.raises(PlanError, match="SR-DSW-PARALLEL"):
+        plan_of(lay_out, state_of(tensors_of()), layout)
 
 
 @pytest.mark.parametrize("lay_out", WRITERS)
 def test_experts_and_pipelines_of_deepspeed_are_refused(lay_out: Any) -> None:
     experts = tensors_of(**{"param:moe.deepspeed_experts.0.w": ((2,), "float32")})
-    assert "SR-DSW-PARALLEL" in codes(plan_of(lay_out, state_of(experts)).problems)
+    with pytest.raises(PlanError, match="SR-DSW-PARALLEL"):
+        plan_of(lay_out, state_of(experts))
     layers = tensors_of(**{"param:0.weight": ((2,), "float32")})
     staged = state_of(layers, format="zero", topology=Topology(world_size=2, layout=Layout(pp=2)))
-    assert "SR-DSW-PARALLEL" in codes(plan_of(lay_out, staged, Layout(dp_shard=2)).problems)
+    with pytest.raises(PlanError, match="SR-DSW-PARALLEL"):
+        plan_of(lay_out, staged, Layout(dp_shard=2))
+
+
+@needs_corpus
+@pytest.mark.parametrize("to", ["zero", "universal"])
+def test_no_decision_makes_an_engine_load_a_pipeline_s_layers(to: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(corpus("deepspeed-special/pp2_ws2"))
+    with pytest.raises(PlanError, match="SR-DSW-PARALLEL"):
+        prepare(checkpoint, tmp_path / "dest", to=to, layout=Layout(dp_shard=2), allow=load_catalog())
+    checkpoint.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("lay_out", WRITERS)

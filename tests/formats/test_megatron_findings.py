@@ -229,3 +229,19 @@ def test_fsdp_dtensor_is_read_and_said_to_be_unverified(tmp_path: Path) -> None:
     assert np.array_equal(checkpoint.read("param:a.weight"), np.arange(6.0).reshape(2, 3))
     assert np.array_equal(checkpoint.read("optim.exp_avg:a.weight"), np.ones((2, 3)))
     assert checkpoint.state.groups[0].params == ("a.weight",)
+
+
+@pytest.mark.parametrize("file", ["model_optim_rng.pt", "distrib_optim.pt"])
+def test_an_empty_rank_file_is_told_once(file: str, tmp_path: Path) -> None:
+    root = copy_golden(LEGACY, tmp_path)
+    damaged = root / "mp_rank_00_001" / file
+    damaged.write_bytes(b"")
+    report = inspect_checkpoint(open_checkpoint(root))
+    told = [problem.code for problem in report.problems if str(problem.where.get("file")) == str(damaged)]
+    assert told == ["SR-FILE-TRUNCATED"]
+    assert not report.complete
+    damaged.unlink()
+    told = [
+        problem.code for problem in inspect_checkpoint(open_checkpoint(root)).problems if problem.code[3:7] == "FILE"
+    ]
+    assert told == ["SR-FILE-MISSING"]

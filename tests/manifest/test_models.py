@@ -50,7 +50,7 @@ def test_nothing_that_changes_the_run_has_a_default() -> None:
         "declare": set(COMPLETE["declare"]),
         "transition": {"label"},
         "control": {"kind"},
-        "tolerances": set(METRICS),
+        "tolerances": set(METRICS) - {"parameter_gradient"},  # as parameter_delta
         "window": {"log_every", "eval_every"},
         "launch": {"command"},
     }

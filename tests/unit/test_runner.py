@@ -45,7 +45,7 @@ from samerun.stores.local import fingerprint_tree
 from samerun.trace import TraceWriter
 from samerun.verify.bands import Controls
 from samerun.verify.stage import STAGES, StageResult
-from samerun.verify.updates import WindowPlan
+from samerun.verify.window import WindowPlan
 from support.manifests import manifest, manifest_data, to_yaml
 from support.observations import BATCH, COUNT, FIRST, make_evaluation, make_observed, make_state, make_update
 

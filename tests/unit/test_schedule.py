@@ -25,7 +25,7 @@ from samerun.core.schedule import check_rates, parse_schedule, stride_of
 from samerun.core.state import LogicalState, ParamGroup
 from samerun.errors import UsageError
 from samerun.plan.batch import LearningRatePlan
-from samerun.plan.schedule import PlannedRates, plan_rates
+from samerun.plan.schedule import PlannedRates, check_planned_rates, plan_rates
 from samerun.train.schedule import CommittedLR, next_rates
 
 Make = Callable[[torch.optim.Optimizer], Any]
@@ -134,12 +134,11 @@ def test_where_a_schedule_ends(name: str) -> None:
 
 def test_what_is_not_in_the_checkpoint_is_refused() -> None:
     _, plateau = build(lrs.ReduceLROnPlateau)
-    for state in (plateau.state_dict(), {}, {"last_epoch": 3}, {"last_epoch": 3, "base_lrs": [1.0]}):
+    bare = {name: value for name, value in plateau.state_dict().items() if name != "_last_lr"}
+    for state in (bare, {}, {"last_epoch": 3}, {"last_epoch": 3, "base_lrs": [1.0]}):
         with pytest.raises(UsageError) as caught:
             parse_schedule(state)
         assert [problem.code for problem in caught.value.problems] == ["SR-SCHEDULE-UNKNOWN"]
-    with pytest.raises(TypeError, match="follows the loss"):
-        next_rates(plateau, 3)
     assert {"SR-SCHEDULE-UNKNOWN", "SR-SCHEDULE-RATE", "SR-BATCH-RAMP"} <= set(load_catalog())
 
 
@@ -180,6 +179,43 @@ def test_rates_that_were_scaled_by_hand_follow_no_formula() -> None:
     run(optimizer, scheduler, 1)
     with pytest.raises(UsageError, match="set last"):
         parse_schedule(scheduler.state_dict())
+
+
+@pytest.mark.parametrize("losses", ["1", "1 2 2", "1 2 2 2 2", "1 2 2 2 2 2", "1 2 2 2 2 2 2", "1 2 2 2 2 2 2 2 2"])
+def test_a_plateaus_rates_are_known_until_its_patience_can_run_out(losses: str) -> None:
+    """After each of these losses: the worst ones to come lower the rates right after the last update that is known."""
+    optimizer, plateau = build(lambda o: lrs.ReduceLROnPlateau(o, factor=0.5, patience=3, cooldown=2))
+    for loss in losses.split():
+        plateau.step(float(loss))
+    state, groups = plateau.state_dict(), [dict(group) for group in optimizer.param_groups]
+    live = next_rates(plateau, 20)
+    assert plateau.state_dict() == state
+    assert live == [list(rates) for rates in parse_schedule(state, groups).next_rates(20)]
+    assert parse_schedule(state).next_rates(20) == parse_schedule(state, groups).next_rates(20)
+    real = []
+    for _ in range(len(live) + 1):
+        real.append([group["lr"] for group in optimizer.param_groups])
+        plateau.step(9.0)
+    assert 1 <= len(live) < 7
+    assert real[:-1] == live
+    assert real[-1] == [rate / 2 for rate in live[-1]]
+
+
+def test_a_plateau_in_a_plan() -> None:
+    """Stepped once per epoch of 100 updates, and a batch that changes on purpose."""
+    optimizer, plateau = build(lambda o: lrs.ReduceLROnPlateau(o, patience=3))
+    for _ in range(3):
+        plateau.step(1.0)
+    groups = tuple(ParamGroup(params=(), hyperparameters=dict(group)) for group in optimizer.param_groups)
+    saved = LogicalState(format="dcp", tensors={}, groups=groups, scheduler=plateau.state_dict())
+    policy = LearningRatePlan(policy="linear", factor=2.0)
+    found = plan_rates(saved, policy, 301, old_batch=32, new_batch=64)
+    assert (found.kind, found.rates) == ("ReduceLROnPlateau", ((0.04, 0.02),) * 2)
+    assert found.why_not == "from update 303 on they follow the loss"
+    assert PlannedRates.from_json(found.to_json()) == found
+    assert check_planned_rates(found, {301: (0.04, 0.02), 302: (0.04, 0.02), 303: (0.004, 0.002)}) == []
+    (problem,) = check_planned_rates(found, {301: (0.04, 0.02), 302: (0.02, 0.01)})
+    assert (problem.code, problem.where) == ("SR-SCHEDULE-RATE", {"update": 302})
 
 
 MEGATRON = json.loads((Path(__file__).parents[1] / "golden" / "order" / "megatron_schedule.json").read_text())

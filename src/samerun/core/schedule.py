@@ -5,8 +5,9 @@ the saved state it is a formula, which can be printed before a job is launched a
 used. The formulas are torch 2.13.0's closed forms (`torch/optim/lr_scheduler.py`); its recursions agree with them to
 rounding.
 
-Progress is committed updates (or samples), never time: `ReduceLROnPlateau` follows the loss, `LambdaLR` a function that
-is not in the checkpoint. Both are refused by name.
+Progress is committed updates (or samples), never time. `LambdaLR` follows a function that is not in the checkpoint, and
+is refused by name. `ReduceLROnPlateau` follows the loss, but not at once: until its patience can run out its rates are
+known.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from samerun.errors import Problem, UsageError
 
 Progress = Literal["updates", "samples"]
 MEGATRON = "OptimizerParamScheduler"
+PLATEAU = "ReduceLROnPlateau"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class Schedule:
 
     `base` are the base rates by parameter group; `parts` and `milestones` belong to `SequentialLR`, `phases` to
     `OneCycleLR`. `position` is `last_epoch`: how often it was stepped. `unit` is what a step counts: updates,
-    or samples for Megatron's.
+    or samples for Megatron's. `certain` is the number of steps whose rates are known whatever the loss does (plateau);
+    None: all.
     """
 
     kind: str
@@ -41,6 +44,7 @@ class Schedule:
     peaks: tuple[tuple[float, float, float], ...] = ()
     unit: Progress = "updates"
     phases: tuple[tuple[float, str, str], ...] = ()
+    certain: int | None = None
 
     @property
     def horizon(self) -> int | None:
@@ -72,7 +76,7 @@ class Schedule:
         return tuple(_FORMULAS[self.kind](base, position, self.arguments) for base in self.base)
 
     def next_rates(self, count: int, *, stride: float = 1.0, factor: float = 1.0) -> tuple[tuple[float, ...], ...]:
-        """Returns the rates that the next `count` updates use, in order.
+        """Returns the rates that the next `count` updates use, in order; fewer where no more are certain.
 
         Args:
             count: updates. stride: steps of the schedule per update: 1 where it is stepped once per update; the number
@@ -80,6 +84,8 @@ class Schedule:
                 Accelerate's default; new batch / old batch where progress is counted in samples (`stride_of`).
             factor: what a learning-rate policy multiplies every rate by.
         """
+        if self.certain is not None:
+            count = min(count, math.ceil(self.certain / stride))
         return tuple(
             tuple(rate * factor for rate in self.rates(self.position + stride * update)) for update in range(count)
         )
@@ -144,6 +150,10 @@ def _constant(base: float, at: float, given: Mapping[str, Any]) -> float:
     return base * (given["factor"] if at < given["total_iters"] else 1.0)
 
 
+def _as_it_is(base: float, at: float, given: Mapping[str, Any]) -> float:
+    return base
+
+
 _FORMULAS: dict[str, Callable[[float, float, Mapping[str, Any]], float]] = {
     "StepLR": _step,
     "MultiStepLR": _multi_step,
@@ -153,6 +163,7 @@ _FORMULAS: dict[str, Callable[[float, float, Mapping[str, Any]], float]] = {
     "PolynomialLR": _polynomial,
     "CosineAnnealingLR": _cosine,
     "CosineAnnealingWarmRestarts": _restarts,
+    PLATEAU: _as_it_is,
 }
 
 _NEEDS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -177,10 +188,11 @@ def parse_schedule(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 
     Args:
         state: what `scheduler.state_dict()` gave.
-        groups: hyperparameters of the optimizer's groups, which `OneCycleLR` keeps its rates in.
+        groups: hyperparameters of the optimizer's groups, which `OneCycleLR` keeps its rates in; a plateau's are there
+            too, or in its own `_last_lr`.
 
     Raises:
-        UsageError: SR-SCHEDULE-UNKNOWN where the rates are not in the checkpoint: plateau, lambdas, and other classes.
+        UsageError: SR-SCHEDULE-UNKNOWN where the rates are not in the checkpoint: lambdas, and other classes.
     """
     return _checked(_read(state, groups), state)
 
@@ -192,7 +204,7 @@ def _read(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Sche
     if not isinstance(position, int):
         raise _unknown("it does not tell where it stands")
     if "patience" in state:
-        raise _unknown("ReduceLROnPlateau follows the loss; its next rates are in no checkpoint")
+        return _read_plateau(state, groups, position)
     if "lr_lambdas" in state or "lmbdas" in state:
         raise _unknown("LambdaLR follows a function of the script, which is not saved")
     if "_schedulers" in state and "_milestones" in state:
@@ -236,6 +248,19 @@ def _read_one_cycle(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
     phases = tuple((float(p["end_step"]), str(p["start_lr"]), str(p["end_lr"])) for p in state["_schedule_phases"])
     linear = float(state.get("_anneal_func_type") == "linear")
     return Schedule("OneCycleLR", tuple(p[0] for p in peaks), position, {"linear": linear}, peaks=peaks, phases=phases)
+
+
+def _read_plateau(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], position: int) -> Schedule:
+    """torch 2.13.0: a step without improvement counts as bad, and the rates fall at the step that makes more bad ones
+    than `patience`; while it cools down, steps do not count."""
+    rates = tuple(float(group["lr"]) for group in groups if "lr" in group) or tuple(
+        map(float, state.get("_last_lr", ()))
+    )
+    if not rates:
+        raise _unknown("ReduceLROnPlateau keeps its rates in the optimizer's groups, which were not saved with it")
+    cooling = int(state["cooldown_counter"])
+    bad = 0 if cooling else int(state["num_bad_epochs"])
+    return Schedule(PLATEAU, rates, position, {}, certain=cooling + int(state["patience"]) - bad + 1)
 
 
 def _read_megatron(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Schedule:

@@ -46,7 +46,7 @@ Count = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-METRICS = ("loss", "grad_norm", "update_norm", "eval_loss", "eval_logits", "parameter_delta")
+METRICS = (*("loss", "grad_norm", "update_norm", "eval_loss", "eval_logits", "parameter_gradient", "parameter_delta"),)
 PLACEHOLDERS = (
     *("python", "checkpoint", "world_size", "layout", "dp_replicate", "dp_shard", "tp", "pp", "cp", "ep"),
     *("global_batch", "max_microbatch", "passes", "replicas", "updates"),
@@ -203,6 +203,18 @@ class Transition(Section):
     reason: str | None = Field(None, description="Why the run is not an exact continuation, where it is not.")
 
 
+class Rehearsal(Section):
+    """A stand-in for machines that are gone: both layouts, on CPU processes, with a smaller model and less data."""
+
+    of: Text = Field(description="The run that this stands for: its checkpoint, or where it is described.")
+    reduced: Annotated[dict[str, Text], Field(min_length=1)] = Field(
+        description="What is smaller, and to what: {layers: '48 to 2', data: '1 shard of 512'}."
+    )
+    kept: Annotated[tuple[Text, ...], Field(min_length=1)] = Field(
+        description="What is the real run's own: code, layouts, optimizer, schedule."
+    )
+
+
 class Control(Section):
     """What the candidate is compared with."""
 
@@ -211,6 +223,14 @@ class Control(Section):
     repeats: Positive = Field(2, description="How often the control is run, to see how much it varies by itself.")
     vary_microbatch: Positive | None = Field(
         None, description="max_microbatch of the second control, to vary the order of additions; null repeats as is."
+    )
+    oracle: str | None = Field(
+        None,
+        description="Command that resumes on one process in float64 and makes one update, to compare both with; small "
+        "models only.",
+    )
+    rehearsal: Rehearsal | None = Field(
+        None, description="The job is a reduced copy of the real one, on CPU processes; null runs the real one."
     )
 
 
@@ -223,6 +243,20 @@ class ControlTolerance(Section):
     absolute: bool = Field(False, description="Absolute instead of relative deviations.")
 
 
+class AnalysisTolerance(Section):
+    """A band from numerical analysis: what rounding can make of the metric, whatever the controls show."""
+
+    source: Literal["analysis"] = Field(alias="from", description="Where the band comes from.")
+    risk: Annotated[float, Field(gt=0, lt=1)] = Field(
+        1e-6, description="Probability that rounding alone takes any of the compared numbers out of its band."
+    )
+
+    @property
+    def absolute(self) -> bool:
+        """Bounds are relative."""
+        return False
+
+
 class UserTolerance(Section):
     """A band that a person states, with the reason."""
 
@@ -232,7 +266,7 @@ class UserTolerance(Section):
     absolute: bool = Field(False, description="Absolute instead of relative deviations.")
 
 
-Tolerance = Annotated[ControlTolerance | UserTolerance, Field(discriminator="source")]
+Tolerance = Annotated[ControlTolerance | AnalysisTolerance | UserTolerance, Field(discriminator="source")]
 
 
 class Tolerances(Section):
@@ -244,10 +278,19 @@ class Tolerances(Section):
     eval_loss: Tolerance = Field(description="Losses on the fixed examples.")
     eval_logits: Tolerance = Field(description="Logits on the fixed examples.")
     parameter_delta: Tolerance = Field(description="Norm of the change of the named parameters.")
+    parameter_gradient: Tolerance | None = Field(
+        None,
+        description="Norm of every parameter's gradient in the first update, before clipping; null takes that of "
+        "parameter_delta, or of grad_norm where that is absolute.",
+    )
 
-    def by_metric(self) -> dict[str, ControlTolerance | UserTolerance]:
+    def by_metric(self) -> dict[str, ControlTolerance | AnalysisTolerance | UserTolerance]:
         """Returns the tolerances by metric name, in the order of `METRICS`."""
-        return {metric: getattr(self, metric) for metric in METRICS}
+        given = {metric: getattr(self, metric) for metric in METRICS}
+        if given["parameter_gradient"] is None:  # an absolute change of a parameter says nothing about gradients
+            like = self.grad_norm if self.parameter_delta.absolute else self.parameter_delta
+            given["parameter_gradient"] = like
+        return given
 
 
 class Window(Section):
@@ -327,7 +370,15 @@ class Manifest(Section):
     def to_data(self) -> dict[str, Any]:
         """Returns the content as plain data, every default written out. The inverse of `from_data`."""
         data = self.model_dump(mode="json", by_alias=True)
-        return data if data["convert"] is not None else {name: item for name, item in data.items() if name != "convert"}
+        later = (
+            (data["tolerances"], "parameter_gradient"),
+            (data["control"], "oracle"),
+            (data["control"], "rehearsal"),
+        )
+        for section, name in ((data, "convert"), *later):
+            if section[name] is None:  # came later: what was sealed before keeps its hash
+                del section[name]
+        return data
 
     def sha256(self) -> str:
         """Returns `sha256:...` of the content; comments, order and spelled-out defaults make no difference."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from samerun.core.batch import Dealing, deal
+from samerun.core.mesh import Layout
 from samerun.core.tolerance import Band
 from samerun.errors import Problem, Severity, has_errors
 from samerun.manifest.models import Bounded, Manifest
@@ -18,8 +19,11 @@ from samerun.verify.bands import Controls
 from samerun.verify.ending import Span, check_ending, check_motion
 from samerun.verify.evaluate import Evaluation, check_evaluation, logit_deviation, loss_deviation, worst_example
 from samerun.verify.job import JobPlan
+from samerun.verify.movement import check_averages, check_end
 from samerun.verify.observed import Observed
-from samerun.verify.updates import WindowPlan, check_end, compare_window
+from samerun.verify.oracle import Oracle, compare_with_oracle, first_of
+from samerun.verify.updates import compare_window
+from samerun.verify.window import WindowPlan
 
 BOUNDARIES = ("log", "eval")
 
@@ -36,6 +40,12 @@ def source_job(manifest: Manifest, plan: MigrationPlan, max_microbatch: int) -> 
     """Returns what a control job on the source layout is, with microbatches of at most `max_microbatch`."""
     dealing = deal(manifest.batch.global_batch, plan.source.batch_replicas, max_microbatch)
     return _job(plan.source.layout, dealing, "control", max_microbatch)
+
+
+def oracle_job(manifest: Manifest, plan: MigrationPlan) -> JobPlan:
+    """Returns what the fp64 oracle is: the same global batch on one process."""
+    micro = manifest.source.microbatch or manifest.batch.max_microbatch
+    return _job(Layout(), deal(manifest.batch.global_batch, 1, micro), "control", micro)
 
 
 def destination_job(plan: MigrationPlan, stage: str) -> JobPlan:
@@ -206,6 +216,7 @@ def assess_evaluation(
         "worst_example": worst_example(reference, evaluation),
         "losses": {"control": list(reference.losses), "candidate": list(evaluation.losses)},
         "num_examples": len(evaluation.losses),
+        **_beside_oracle(controls, Oracle(update=None, evaluation=evaluation), evaluation.update + 1),
     }
     return Assessment(tuple(problems), measured)
 
@@ -225,17 +236,28 @@ def assess_updates(controls: Controls, observed: Observed, plan: WindowPlan) -> 
     problems = list(report.problems)
     measured = report.to_json()
     measured["bound"] = max(plan.replay_bound, plan.omission_bound)
+    measured |= _beside_oracle(controls, first_of(observed, None, plan.first_update), plan.first_update)
     if plan.stage == "window":
-        ends = [
-            line.body if (line := item.state("end")) is not None else None
-            for item in (_ran_control(controls), observed)
-        ]
+        loaded, ends = (
+            [line.body if (line := item.state(when)) else None for item in (_ran_control(controls), observed)]
+            for when in ("loaded", "end")
+        )
         if ends[1] is not None or not has_errors(problems):  # without an end state the reason may be named already
             problems += check_end(ends[0], ends[1], plan.stage)
+        problems += check_averages((loaded[0], ends[0]), (loaded[1], ends[1]), plan.stage)
         measured["throughput"] = {"control": throughput(controls.reference), "candidate": throughput(observed)}
         judged = any(band.metric == "update_norm" for band in plan.bands)  # not where the optimizer may change
         problems += check_ending(Span.of(_ran_control(controls)), Span.of(observed), plan.stage, optimizer=judged)
     return Assessment(tuple(problems), measured)
+
+
+def _beside_oracle(controls: Controls, candidate: Oracle, first_update: int) -> dict[str, Any]:
+    """Returns how far controls and candidate lie from the fp64 oracle, where there is one."""
+    if controls.oracle is None:
+        return {}
+    pairs = zip(controls.observed, controls.evaluations, strict=True)
+    own = [first_of(observed, evaluation, first_update) for observed, evaluation in pairs]
+    return {"oracle": compare_with_oracle(controls.oracle, own, candidate)}
 
 
 def _ran_control(controls: Controls) -> Observed:

@@ -12,15 +12,17 @@ from typing import Any
 
 import numpy as np
 
+from samerun.core.dtype import parse_dtype
 from samerun.core.tolerance import Band
 from samerun.errors import Problem, UsageError
-from samerun.manifest.models import Manifest, UserTolerance
+from samerun.manifest.models import METRICS, Manifest, UserTolerance
 from samerun.trace import read_trace
-from samerun.verify.bands import Controls, complete_reference, plan_bands, split_bands
+from samerun.verify.bands import Controls, complete_reference, plan_bands, split_bands, vanishing
 from samerun.verify.evaluate import Evaluation, evaluation_of
 from samerun.verify.observed import Observed, observe
+from samerun.verify.oracle import Oracle
 
-FIRST, REPEAT = "first", "repeat-{}"
+FIRST, REPEAT, ORACLE = "first", "repeat-{}", "oracle"
 
 
 def read_observed(folder: Path) -> Observed | None:
@@ -70,7 +72,9 @@ def run_folders(stage: Path, count: int) -> dict[str, Path]:
 
 
 def control_traces(manifest: Manifest, stage: Path) -> dict[str, Path]:
-    """Returns every control's trace folder by name, the reference first: recorded ones, then those that were run.
+    """Returns every control's trace folder by name: recorded ones, then those that were run, then the fp64 oracle.
+
+    The first is the reference.
 
     Args:
         manifest: the decided manifest.
@@ -78,7 +82,8 @@ def control_traces(manifest: Manifest, stage: Path) -> dict[str, Path]:
     """
     recorded = sorted(stage.glob("recorded-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     ran = run_folders(stage, num_control_jobs(manifest))
-    return {path.name: path / "trace" for path in recorded} | {name: path / "trace" for name, path in ran.items()}
+    found = {path.name: path / "trace" for path in recorded} | {name: path / "trace" for name, path in ran.items()}
+    return found | ({ORACLE: stage / ORACLE / "trace"} if manifest.control.oracle else {})
 
 
 def keep_recorded(source: Path, stage: Path, *, first_update: int, num_updates: int) -> list[str]:
@@ -136,10 +141,16 @@ def num_control_jobs(manifest: Manifest) -> int:
 def read_controls(folders: Mapping[str, Path]) -> Controls:
     """Reads the controls, those with a usable trace; what the reference lacks is filled from the others."""
     found = {name: observed for name, path in folders.items() if (observed := read_observed(path)) is not None}
+    truth = found.pop(ORACLE, None)
     if not found:
         raise UsageError(_no_control(folders))
     evaluations = tuple(read_evaluation(folders[name], observed) for name, observed in found.items())
-    return complete_reference(Controls(names=tuple(found), observed=tuple(found.values()), evaluations=evaluations))
+    oracle = None
+    if truth is not None:
+        update = truth.updates[0] if truth.updates else None
+        oracle = Oracle(update=update, evaluation=read_evaluation(folders[ORACLE], truth))
+    read = Controls(names=tuple(found), observed=tuple(found.values()), evaluations=evaluations, oracle=oracle)
+    return complete_reference(read)
 
 
 def _no_control(folders: Mapping[str, Path]) -> Problem:
@@ -158,8 +169,9 @@ def resolve_bands(manifest: Manifest, controls: Controls) -> tuple[tuple[Band, .
         manifest.tolerances.by_metric(),
         first_update=manifest.progress.update + 1,
         num_updates=manifest.window.updates,
+        precision=parse_dtype(manifest.run.precision),
     )
-    return split_bands(bands)
+    return split_bands(bands, vanishing(controls, bands))
 
 
 def judged_bands(manifest: Manifest, bands: Sequence[Band]) -> tuple[Band, ...]:
@@ -171,7 +183,7 @@ def judged_bands(manifest: Manifest, bands: Sequence[Band]) -> tuple[Band, ...]:
     label = manifest.transition.label
     if label in ("continuation", "approximate-continuation"):
         return tuple(bands)
-    stated = {name for name, item in manifest.tolerances.by_metric().items() if isinstance(item, UserTolerance)}
+    stated = {name for name in METRICS if isinstance(getattr(manifest.tolerances, name), UserTolerance)}
     forward = {"eval_loss", "eval_logits"} if manifest.declare.dtype == "exact" else set[str]()
     return tuple(band for band in bands if band.metric in stated | forward)
 

@@ -11,15 +11,22 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from samerun.core.dtype import DType
-from samerun.core.tolerance import Band, band_from_controls, band_from_user, check_band, deviation
+from samerun.core.dtype import DTYPES, DType
+from samerun.core.tolerance import METRICS, PER_TENSOR, Band, band_from_controls, band_from_user, check_band, deviation
 from samerun.errors import Problem, Severity
-from samerun.manifest.models import ControlTolerance, UserTolerance
+from samerun.manifest.models import AnalysisTolerance, ControlTolerance, UserTolerance
+from samerun.verify.analysis import Evidence, analysis_bands, no_evidence, read_evidence
 from samerun.verify.evaluate import Evaluation, logit_deviation, loss_deviation
+from samerun.verify.numbers import NUMBERS, READ
 from samerun.verify.observed import Observed, ObservedUpdate
-from samerun.verify.updates import NUMBERS
+from samerun.verify.oracle import Oracle
 
-Tolerance = ControlTolerance | UserTolerance
+Tolerance = ControlTolerance | AnalysisTolerance | UserTolerance
+
+Stated = ControlTolerance | UserTolerance
+
+FIRST_ONLY = frozenset({"parameter_gradient"})
+"""Metrics of the first update alone."""
 
 NOISE_SHARE = 0.5
 """Of the tensors whose change is compared, the share that may be noise before the whole comparison is worth nothing.
@@ -30,11 +37,15 @@ Adam scales up to full steps. Such a tensor is left out and listed; it does not 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Controls:
-    """The evidence that candidates are compared with. `observed[0]` is the reference, named by `names[0]`."""
+    """The evidence that candidates are compared with. `observed[0]` is the reference, named by `names[0]`.
+
+    `oracle` is the same update in fp64, where the manifest has one: the truth, and no control.
+    """
 
     names: tuple[str, ...]
     observed: tuple[Observed, ...]
     evaluations: tuple[Evaluation | None, ...]
+    oracle: Oracle | None = None
 
     @property
     def reference(self) -> Observed:
@@ -102,6 +113,8 @@ def check_controls(
         )
     for name, observed in zip(controls.names[1:], controls.observed[1:], strict=True):
         problems += _check_pair(controls.names[0], controls.reference, name, observed, indices)
+    if not problems and evidence_for(controls, tolerances, indices, precision) is None and _analysed(tolerances):
+        problems.append(no_evidence())
     if not problems and measured and precision.num_bytes < 4:
         problems += _check_variation(controls, indices)
     return problems
@@ -247,23 +260,56 @@ def _check_pair(first: str, reference: Observed, name: str, other: Observed, ind
                 return
 
 
+def _analysed(tolerances: Mapping[str, Tolerance]) -> list[AnalysisTolerance]:
+    return [item for item in tolerances.values() if isinstance(item, AnalysisTolerance)]
+
+
+def evidence_for(
+    controls: Controls, tolerances: Mapping[str, Tolerance], indices: range, precision: DType
+) -> Evidence | None:
+    """Returns what bounds from analysis are made from, or None where none is wanted or too little was recorded."""
+    if not (wanted := _analysed(tolerances)):
+        return None
+    return read_evidence(
+        controls.observed,
+        controls.evaluations,
+        indices=indices,
+        dtype=precision,
+        risk=min(item.risk for item in wanted),
+        oracle=controls.oracle,
+    )
+
+
 def plan_bands(
-    controls: Controls, tolerances: Mapping[str, Tolerance], *, first_update: int, num_updates: int
+    controls: Controls,
+    tolerances: Mapping[str, Tolerance],
+    *,
+    first_update: int,
+    num_updates: int,
+    precision: DType = DTYPES["float32"],
 ) -> tuple[Band, ...]:
     """Returns the band of every metric that was recorded, for the updates of the window.
 
-    `parameter_delta` gives one band per tensor. Deviations are relative unless the manifest says absolute.
+    `parameter_gradient` (of the first update) and `parameter_delta` give one band per tensor. Deviations are relative
+    unless the manifest says absolute.
     """
     indices = range(first_update, first_update + num_updates)
     bands: list[Band] = []
-    for metric in NUMBERS:
-        bands.append(_number_band(metric, controls, tolerances[metric], indices))
-    bands += _delta_bands(controls, tolerances["parameter_delta"], indices)
-    bands += _evaluation_bands(controls, tolerances, first_update - 1)
+    evidence = evidence_for(controls, tolerances, indices, precision)
+    for metric in METRICS:
+        tolerance = tolerances[metric]
+        if isinstance(tolerance, AnalysisTolerance):
+            bands += analysis_bands(metric, evidence, indices) if evidence is not None else ()
+        elif metric in NUMBERS:
+            bands.append(_number_band(metric, controls, tolerance, indices))
+        elif metric in PER_TENSOR:
+            bands += _tensor_bands(metric, controls, tolerance, indices[:1] if metric in FIRST_ONLY else indices)
+        else:
+            bands += _evaluation_band(metric, controls, tolerance, first_update - 1)
     return tuple(bands)
 
 
-def _number_band(metric: str, controls: Controls, tolerance: Tolerance, indices: range) -> Band:
+def _number_band(metric: str, controls: Controls, tolerance: Stated, indices: range) -> Band:
     if isinstance(tolerance, UserTolerance):
         return _user_band(metric, tolerance, indices)
     reference = controls.reference.by_update()
@@ -310,72 +356,89 @@ def _control_band(
     )
 
 
-def _delta_bands(controls: Controls, tolerance: Tolerance, indices: range) -> list[Band]:
+def _tensor_bands(metric: str, controls: Controls, tolerance: Stated, indices: range) -> list[Band]:
+    """Returns a band for every tensor that the reference recorded a norm of."""
+    read = READ[metric]
     reference = controls.reference.by_update()
-    changes = {i: {**(reference[i].moved or {}), **reference[i].deltas} for i in indices if i in reference}
-    tensors = sorted({tensor for row in changes.values() for tensor in row})
+    norms = {i: read(reference[i]) for i in indices if i in reference}
+    tensors = sorted({tensor for row in norms.values() for tensor in row})
     if isinstance(tolerance, UserTolerance):
-        return [replace(_user_band("parameter_delta", tolerance, indices), tensor=tensor) for tensor in tensors]
+        return [replace(_user_band(metric, tolerance, indices), tensor=tensor) for tensor in tensors]
     bands: list[Band] = []
-    others = [other.by_update() for other in controls.observed[1:]]
+    others = [{index: read(item) for index, item in other.by_update().items()} for other in controls.observed[1:]]
     for tensor in tensors:
         rows = [
             [
-                deviation(changes[i][tensor], found[tensor], absolute=tolerance.absolute)
-                if tensor in changes[i] and tensor in (found := _changes(other.get(i)))
+                deviation(norms[i][tensor], other[i][tensor], absolute=tolerance.absolute)
+                if tensor in norms.get(i, {}) and tensor in other.get(i, {})
                 else 0.0
                 for i in indices
             ]
             for other in others
         ]
-        bands.append(_control_band("parameter_delta", tolerance, indices, rows, tensor))
+        bands.append(_control_band(metric, tolerance, indices, rows, tensor))
     return bands
 
 
-def _changes(update: ObservedUpdate | None) -> dict[str, float]:
-    return {} if update is None else {**(update.moved or {}), **update.deltas}
+def vanishing(controls: Controls, bands: Sequence[Band]) -> frozenset[str]:
+    """Returns the tensors whose gradient is no larger than what rounding may make of the whole one.
+
+    Such a gradient is nothing but rounding (that of a bias which a softmax or a normalisation cancels): relative to
+    itself, another order of sums changes it altogether.
+    """
+    named = [(band.tensor, band) for band in bands if band.metric == "parameter_gradient" and not band.absolute]
+    reference = controls.reference.by_update()
+    found: set[str] = set()
+    for tensor, band in named:
+        norms = reference[band.first_update].gradients if band.first_update in reference else None
+        if tensor is not None and norms and norms[tensor] <= band.floor * math.hypot(*norms.values()):
+            found.add(tensor)
+    return frozenset(found)
 
 
-def _evaluation_bands(controls: Controls, tolerances: Mapping[str, Tolerance], update: int) -> list[Band]:
-    reference = controls.evaluation
-    if reference is None:
+def _evaluation_band(metric: str, controls: Controls, tolerance: Stated, update: int) -> list[Band]:
+    reference, indices = controls.evaluation, range(update, update + 1)
+    if reference is None or (metric == "eval_logits" and reference.logits is None):
         return []
+    if isinstance(tolerance, UserTolerance):
+        return [_user_band(metric, tolerance, indices)]
+    measure = {"eval_loss": loss_deviation, "eval_logits": logit_deviation}[metric]
     others = [item for item in controls.evaluations if item is not None and item is not reference]
-    bands: list[Band] = []
-    measures = {"eval_loss": loss_deviation, "eval_logits": logit_deviation}
-    for metric, measure in measures.items():
-        tolerance, indices = tolerances[metric], range(update, update + 1)
-        if metric == "eval_logits" and reference.logits is None:
-            continue
-        if isinstance(tolerance, UserTolerance):
-            bands.append(_user_band(metric, tolerance, indices))
-            continue
-        observed = [[measure(reference, item, absolute=tolerance.absolute)] for item in others] or [[0.0]]
-        bands.append(_control_band(metric, tolerance, indices, observed))
-    return bands
+    observed = [[measure(reference, item, absolute=tolerance.absolute)] for item in others] or [[0.0]]
+    return [_control_band(metric, tolerance, indices, observed)]
 
 
-def split_bands(bands: Sequence[Band]) -> tuple[tuple[Band, ...], tuple[str, ...], list[Problem]]:
-    """Returns (bands that judge, tensors left out as noise, findings about metrics that are too noisy)."""
+def split_bands(
+    bands: Sequence[Band], vanish: frozenset[str] = frozenset()
+) -> tuple[tuple[Band, ...], tuple[str, ...], list[Problem]]:
+    """Returns (bands that judge, tensors left out as noise, findings about metrics that are too noisy).
+
+    A tensor is left out where its own changes are noise. One whose gradient is noise, or vanishes (`vanish`), is judged
+    by its change all the same, unless that is noise too; it is listed as `gradient of NAME`.
+    """
     kept: list[Band] = []
     noise: list[str] = []
     problems: list[Problem] = []
     for band in bands:
         found = check_band(band)
-        if not found:
+        gradient = band.metric == "parameter_gradient"
+        if not found and not (gradient and band.tensor in vanish):
             kept.append(band)
         elif band.tensor is not None:
-            noise.append(band.tensor)
+            noise.append(f"gradient of {band.tensor}" if gradient else band.tensor)
         else:
             problems += found
-    num_tensors = sum(1 for band in bands if band.tensor is not None)
-    if len(noise) > NOISE_SHARE * num_tensors:
-        problems.append(
-            Problem(
-                "SR-CONTROL-NOISY",
-                f"the controls disagree about the change of {len(noise)} of {num_tensors} tensors",
-                where={"stage": "control", "key": "parameter_delta", "tensor": noise[0]},
-                hint="make the run more repeatable, or give tolerances.parameter_delta your own limit with its reason",
+    for metric, words in (("parameter_gradient", "gradient"), ("parameter_delta", "change")):
+        of_metric = [band.tensor for band in bands if band.metric == metric and band.tensor is not None]
+        judged = {band.tensor for band in kept if band.metric == metric}
+        left = [tensor for tensor in of_metric if tensor not in judged]
+        if len(left) > NOISE_SHARE * len(of_metric):
+            problems.append(
+                Problem(
+                    "SR-CONTROL-NOISY",
+                    f"the controls disagree about the {words} of {len(left)} of {len(of_metric)} tensors",
+                    where={"stage": "control", "key": metric, "tensor": left[0]},
+                    hint=f"make the run more repeatable, or give tolerances.{metric} your own limit with its reason",
+                )
             )
-        )
     return tuple(kept), tuple(noise), problems

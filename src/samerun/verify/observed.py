@@ -27,7 +27,8 @@ class ObservedUpdate:
     `ids` maps each batch replica to the ids it consumed, in its own order; None when some replica recorded none.
     `finite` is false as soon as one rank saw a loss, gradient or parameter that is not. `skipped` counts the attempts
     at this update that a loss scaler threw away. `moved` has every parameter's change in the first update of a job,
-    `gradients` every gradient's norm there as the step used it.
+    `gradients` every gradient's norm there before clipping, `inputs` the rows that the model was given there and the
+    sum of their digests, over all replicas. `step_norm` is the norm of the gradient that the step used, after clipping.
     `seconds` is when it was recorded, counted from the job's header.
     """
 
@@ -46,6 +47,16 @@ class ObservedUpdate:
     moved: Mapping[str, float] | None
     seconds: float | None = None
     gradients: Mapping[str, float] | None = None
+    step_norm: float | None = None
+    inputs: tuple[int, int] | None = None
+
+    def where(self, **more: Any) -> dict[str, Any]:
+        """Returns the place of a finding about this update."""
+        return {"update": self.update, **more}
+
+    def changes(self) -> dict[str, float]:
+        """Returns the norm of every change that was measured, by tensor: all of them in the first update."""
+        return {**(self.moved or {}), **self.deltas}
 
     def all_ids(self) -> tuple[SampleId, ...]:
         """Returns the ids of all replicas, replica by replica."""
@@ -116,7 +127,18 @@ def _gather(trace: Trace, index: int, skipped: int) -> ObservedUpdate:
         moved=next((line.moved for line in lines if line.moved is not None), None),
         seconds=lines[0].seconds,
         gradients=next((line.gradients for line in lines if line.gradients is not None), None),
+        step_norm=_first(lines, "step_norm"),
+        inputs=_inputs(trace, index),
     )
+
+
+def _inputs(trace: Trace, index: int) -> tuple[int, int] | None:
+    """Returns (rows, sum of digests) over one rank per replica, or None where one of them recorded nothing."""
+    found = [line.inputs for rank in trace.replicas().values() if (line := rank.update(index)) is not None]
+    known = [item for item in found if item is not None]
+    if not known:
+        return None
+    return sum(rows for rows, _ in known), sum(digest for _, digest in known) & (1 << 64) - 1
 
 
 def _first(lines: Sequence[UpdateLine], name: str) -> Any:

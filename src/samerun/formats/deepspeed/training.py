@@ -16,7 +16,7 @@ import numpy as np
 from samerun.core.dtype import DTYPES, DType
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role, TensorEntry, normalize_fqn
-from samerun.errors import Problem, Severity
+from samerun.errors import PlanError, Problem, Severity
 from samerun.formats.base import Array, WriteSource
 from samerun.formats.statedict.carry import writable_settings
 from samerun.formats.torchfile.emit import Tensor, known
@@ -93,7 +93,8 @@ def plan_training(source: WriteSource, layout: Layout | None, target: str) -> Tr
     """Sorts a state for DeepSpeed. Reads counters, no other tensor. `target` is the format's name, for messages."""
     state = source.state
     training = Training()
-    training.problems += check_parallel(state, layout, target)
+    if problems := check_parallel(state, layout, target):
+        raise PlanError(problems)
     owners = {alias: entry.key.fqn for entry in state.tensors.values() for alias in entry.aliases}
     trained = _groups(source, training, owners, target)
     names = {entry.key.fqn: name_of(state, entry) for entry in state.tensors.values()}
@@ -116,7 +117,10 @@ def name_of(state: LogicalState, entry: TensorEntry) -> str:
 
 
 def check_parallel(state: LogicalState, layout: Layout | None, target: str) -> list[Problem]:
-    """Refuses what is not laid out: DeepSpeed's pipelines and experts, destinations cut by more than data."""
+    """Returns what is not laid out: DeepSpeed's pipelines and experts, destinations cut by more than data.
+
+    No decision of the user changes that: what would be written, no engine loads.
+    """
     problems: list[Problem] = []
     fqns = [entry.key.fqn for entry in state.tensors.values() if entry.key.role is Role.PARAM]
     own = state.format in OWN_FORMATS
@@ -134,7 +138,8 @@ def _parallel(what: str, target: str) -> Problem:
     return Problem(
         "SR-DSW-PARALLEL",
         f"{what}; `{target}` is written for data parallelism only",
-        hint="convert to dcp or safetensors, which hold every tensor whole under its name, and load from there",
+        hint="no engine would load it, so --allow does not help. Convert to dcp or safetensors, which hold every "
+        "tensor whole under its name, and load from there",
     )
 
 

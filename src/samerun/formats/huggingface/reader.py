@@ -117,7 +117,9 @@ def _add_rng(path: Path, trainer: Trainer, saved: SavedState, files: MappedFiles
     found = numbered(path, r"rng_state(?:_(\d+))?\.pth")
     for file in found.values():
         saved.rng[file.stem] = open_beside(file, saved, files)
-    saved.problems += check_ranks_of(found, "the generator state")
+    known = trainer.world_size or 0
+    own = {rank: file for rank, file in found.items() if not known or rank < known}  # others are stale: `check_trainer`
+    saved.problems += check_ranks_of(own, "the generator state", max(known, saved.topology.world_size or 0))
     world = trainer.world_size or (max(found) + 1 if found else None)
     recorded = saved.topology.world_size is not None and saved.topology.inferred is None  # by a checkpoint inside
     if world is not None and not recorded:
