@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 _NOBODY = 2**62
+_FULL_BYTES = 4
 _ROW_ELEMENTS = 4096
+
+QUIET = 1e-4
+"""An element whose gradient is below this part of its tensor's root mean square, and not zero, is hardly but rounding.
+
+So it is with the key's part of a fused bias, which softmax cancels. Adam scales such a gradient up to a full step, in a
+direction that another order of additions changes; its tensor's other elements agree to seven digits."""
 
 
 class ParameterNorms:
@@ -64,13 +71,44 @@ class ParameterNorms:
         """Returns copies of what this rank counts of `names`: its memory cost. Local."""
         return {name: local.clone() for name, local in self._locals(names).items()}
 
-    def squared_change(self, before: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def quiet(self, names: Iterable[str], squared_gradients: Sequence[float]) -> dict[str, torch.Tensor]:
+        """Returns which elements of what this rank counts have a gradient that is hardly more than rounding. Local.
+
+        Args:
+            names: the parameters to look at.
+            squared_gradients: of all parameters, added over ranks.
+
+        Returns:
+            Masks, of the parameters that have such elements. None in half precision, where bands are wider than that.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for name in names:
+            gradient = self._mine[name].grad if name in self._counted else None
+            if gradient is None or gradient.element_size() < _FULL_BYTES or not gradient.numel():
+                continue
+            limit = QUIET * math.sqrt(squared_gradients[self._index[name]] / gradient.numel())
+            size = local_part(gradient, self._rank).abs()
+            mask = (size < limit) & (size > 0)
+            if bool(mask.any()):
+                found[name] = mask
+        return found
+
+    def squared_change(
+        self, before: Mapping[str, torch.Tensor], quiet: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns, for every parameter, this rank's part of the squared L2 norm of its change since `before`.
 
-        Overwrites `before`. Shape `(len(names),)`, float64, on the CPU. Local: `add_over_ranks` completes it.
+        Once of all its elements, once without the `quiet` ones. Overwrites `before`. Shape `(len(names),)` each,
+        float64, on the CPU. Local: `add_over_ranks` completes it.
         """
-        changes = ((name, _wide(before[name]).sub_(_wide(local))) for name, local in self._locals(before).items())
-        return self._squares(changes)
+        whole: dict[str, torch.Tensor] = {}
+        loud: dict[str, torch.Tensor] = {}
+        for name, local in self._locals(before).items():
+            change = _wide(before[name]).sub_(_wide(local))
+            whole[name] = loud[name] = squared_norm(change)
+            if name in quiet and quiet[name].shape == change.shape:
+                loud[name] = squared_norm(change.masked_fill_(quiet[name], 0))
+        return self._vector(whole), self._vector(loud)
 
     def squared_gradient(self) -> torch.Tensor:
         """Returns, for every parameter, this rank's part of the squared L2 norm of its gradient, as above. Local."""
@@ -93,10 +131,12 @@ class ParameterNorms:
         return {name: local_part(self._mine[name], self._rank) for name in names if name in self._counted}
 
     def _squares(self, parts: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
+        return self._vector({name: squared_norm(part) for name, part in parts})
+
+    def _vector(self, found: Mapping[str, torch.Tensor]) -> torch.Tensor:
         import torch
 
         squares = torch.zeros(len(self.names), dtype=torch.float64)
-        found = {name: squared_norm(part) for name, part in parts}
         if found:
             squares[[self._index[name] for name in found]] = torch.stack(list(found.values())).cpu().double()
         return squares
