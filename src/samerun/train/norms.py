@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from samerun.train.agree import collective_device, distinct, world
 from samerun.train.flatpart import is_partitioned, partitioned_part
-from samerun.train.named import named_parameters
+from samerun.train.named import named_buffers, named_parameters
 from samerun.train.shards import local_shard
 
 if TYPE_CHECKING:
@@ -51,8 +51,16 @@ class ParameterNorms:
     @classmethod
     def of(cls, model: nn.Module | Sequence[nn.Module]) -> Self:
         """Reads a model's parameters. Collective: every rank calls it, outside a forward pass."""
+        return cls._of(named_parameters(model))
+
+    @classmethod
+    def of_buffers(cls, model: nn.Module | Sequence[nn.Module]) -> Self:
+        """Reads a model's saved floating-point buffers, in place of its parameters. Collective, as above."""
+        return cls._of({name: value for name, value in named_buffers(model).items() if value.is_floating_point()})
+
+    @classmethod
+    def _of(cls, mine: Mapping[str, torch.Tensor]) -> Self:
         rank, _ = world()
-        mine = named_parameters(model)
         known: dict[str, bool] = {}
         for variant in distinct([[name, parameter.requires_grad] for name, parameter in mine.items()]):
             for name, trains in variant.value:
@@ -115,6 +123,20 @@ class ParameterNorms:
         gradients = {name: p.grad for name, p in self._mine.items() if p.grad is not None and name in self._counted}
         parts = ((name, local_part(gradient, self._rank)) for name, gradient in gradients.items())
         return self._squares(parts)
+
+    def squared_values(self) -> torch.Tensor:
+        """Returns, for every tensor, this rank's part of its own squared L2 norm, as above. Local."""
+        return self._squares(self._locals(self.names).items())
+
+    def squared_distance(self, others: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Returns this rank's part of the squared L2 distances to `others`, as above. Local.
+
+        Those that are cut in another way than the parameter are left out.
+        """
+        pairs = {name: (local, local_part(others[name], self._rank)) for name, local in self._locals(others).items()}
+        return self._squares(
+            (name, _wide(a) - _wide(b).to(a.device)) for name, (a, b) in pairs.items() if a.shape == b.shape
+        )
 
     def norms(self, squares: Sequence[float], names: Iterable[str]) -> dict[str, float]:
         """Returns the L2 norm of each of `names` from squares that were added over ranks."""

@@ -61,6 +61,7 @@ KINDS: Mapping[str, str] = {
     "SR-UPD-TENSOR": "tied, frozen, never stepped",
     "SR-UPD-BUFFER": "after load",
     "SR-UPD-AVERAGE": "averages of the model",
+    "SR-UPD-LAG": "averages of the model",
     "SR-LOAD-UNSEEN": "averages of the model",
 }
 """Beginnings of codes; the longest that fits counts."""
