@@ -23,7 +23,7 @@ _NOBODY = 2**62
 _FULL_BYTES = 4
 _ROW_ELEMENTS = 4096
 
-QUIET = 1e-4
+QUIET = 1e-5
 """An element whose gradient is below this part of its tensor's root mean square, and not zero, is hardly but rounding.
 
 So it is with the key's part of a fused bias, which softmax cancels. Adam scales such a gradient up to a full step, in a
