@@ -247,8 +247,10 @@ def assess_updates(controls: Controls, observed: Observed, plan: WindowPlan) -> 
         problems += check_averages((loaded[0], ends[0]), (loaded[1], ends[1]), plan.stage)
         measured["throughput"] = {"control": throughput(controls.reference), "candidate": throughput(observed)}
         judged = any(band.metric == "update_norm" for band in plan.bands)  # not where the optimizer may change
-        problems += check_ending(Span.of(_ran_control(controls)), Span.of(observed), plan.stage, optimizer=judged)
-        problems += _beside(controls, ends[1], plan)
+        left = check_ending(Span.of(_ran_control(controls)), Span.of(observed), plan.stage, optimizer=judged)
+        left += _beside(controls, ends[1], plan)
+        # Seen at the end: what an earlier update shows comes first, and causes it.
+        problems += [replace(item, where={**item.where, "update": plan.indices[-1]}) for item in left]
     return Assessment(tuple(problems), measured)
 
 
