@@ -21,7 +21,7 @@ from support import hfjob
 from support.gloo import run_ranks
 
 pytest.importorskip("accelerate")
-pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.filterwarnings("default")]
 
 Truth = dict[str, np.ndarray]
 CASES: dict[str, tuple[int, dict[str, Any]]] = {

@@ -17,7 +17,7 @@ from samerun.cli import root
 from support.dsjob import RESTORE_MODEL, RESTORE_STAGE3, Job, differing, resume
 from support.plainjob import make_source
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
 
 MARK = 5e-7  # follows an exact state at another number of ranks: stage 0 itself differs by as much
 ALLOW = ("SR-DSW-ROLE", "SR-WRITE-OBJECT", "SR-CONVERT-OBJECT")

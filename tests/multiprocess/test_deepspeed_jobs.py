@@ -21,7 +21,7 @@ from samerun.formats.zero.write import lay_out as lay_out_zero
 from support.dsjob import RESTORE_MODEL, RESTORE_STAGE3, Job, differing, make_source, resume
 from support.written import carry_out, source_of
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
 
 # Follows an exact state at another number of ranks: stage 0 itself differs by as much.
 MARK = 5e-7

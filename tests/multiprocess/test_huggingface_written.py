@@ -18,7 +18,7 @@ from support.gloo import run_ranks
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.framework, pytest.mark.filterwarnings("default")]
 
 # One update of Adam moves a value by at most the rate (1e-3, 2e-3). Sums over samples in another order change gradients
 # by some units in the last place, 1e-7 of them, and an update relatively by as much.

@@ -206,6 +206,7 @@ def under_lightning(rank: int, ranks: int, folder: str, until: int, workers: int
     return found
 
 
+@pytest.mark.framework
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
 @pytest.mark.parametrize(
     ("library", "job", "last_batch"),

@@ -28,6 +28,7 @@ def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
+@pytest.mark.framework
 def test_every_job_is_a_run_with_the_numbers_that_it_recorded(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     root = unpack_run("promote", tmp_path)
@@ -48,6 +49,7 @@ def test_every_job_is_a_run_with_the_numbers_that_it_recorded(tmp_path: Path) ->
         assert [value for _, value in shown["samples"]] == [item.samples for item in updates]
 
 
+@pytest.mark.framework
 def test_a_ledger_is_a_run(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     trace = unpack_run("promote", tmp_path) / "stages" / "06-window" / "trace"

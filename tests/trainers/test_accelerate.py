@@ -11,7 +11,7 @@ from support.moves import Move, codes, new_move, wrongly
 from support.warm_ranks import warm_launches
 
 pytest.importorskip("accelerate")
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ARGUMENTS = "--batch {global_batch} --at-once {max_microbatch} --passes {passes} --steps 100 --resume {checkpoint}"
 

@@ -11,7 +11,7 @@ from support.moves import Move, codes, new_move, wrongly
 from support.warm_ranks import warm_launches
 
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ARGUMENTS = "--per-device {max_microbatch} --accumulation {passes} --steps 100 --save-dir unused --resume {checkpoint}"
 

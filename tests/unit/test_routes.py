@@ -141,6 +141,7 @@ def test_megatron(case: dict[str, Any]) -> None:
         go_on(order, at, micro * RANKS, joined(rest)[: whole - count])
 
 
+@pytest.mark.framework
 @QUIET
 @pytest.mark.parametrize(
     "cut", [{}, {"split_batches": True}, {"even_batches": False}, {"dispatch_batches": True}], ids=str
@@ -181,6 +182,7 @@ def test_accelerate(cut: dict[str, bool]) -> None:
             assert order.num_batches(0, order.skipped(0, count)) == count
 
 
+@pytest.mark.framework
 @QUIET
 def test_stateful_loader_over_map_style_data() -> None:
     """A position from the states of four ranks, taken while their workers had read ahead."""
@@ -245,6 +247,7 @@ def open_shard(shard: str, start: int) -> Iterator[tuple[str, int]]:
     return iter([(shard, place) for place in range(start, SHARDS[shard])])
 
 
+@pytest.mark.framework
 @QUIET
 def test_streaming_shards_with_a_cursor_per_rank_and_worker() -> None:
     """After each batch: what four ranks with two workers each had handed out, and the rest exactly once on 3, 5, 2."""
