@@ -20,7 +20,12 @@ from samerun.train.contribution import ContributionMean, accumulate
 from support.contribution import count, loss_sum, make_data, make_model
 from support.gloo import run_ranks
 
-pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.framework,
+    pytest.mark.multiprocess,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(600),
+]
 
 RANKS = 3
 RTOL = 2e-6  # fp32 sums of 100 tokens in another order: about sqrt(100) * 2**-24

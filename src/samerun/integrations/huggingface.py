@@ -150,9 +150,9 @@ class SamerunCallback(TrainerCallback, ExportableState):
 class _Clipping:
     """Tells the norm of every gradient before Trainer clips it, until it is removed.
 
-    Trainer clips before its first callback of a step, and tells callbacks the norm only where it logs. It takes the norm
-    from `Accelerator.clip_grad_norm_`, which returns that before clipping, also where nothing is clipped. (With gradients
-    on several device meshes it does not, and the norm is then measured in the step.)
+    Trainer clips before its first callback of a step, and tells callbacks the norm only where it logs. It takes it from
+    `Accelerator.clip_grad_norm_`, which returns that before clipping, also where nothing is clipped. (With gradients on
+    several device meshes it does not, and the norm is then measured in the step.)
     """
 
     def __init__(self, tell: Callable[[Any], None]) -> None:
