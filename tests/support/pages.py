@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -97,17 +99,18 @@ def deepspeed_names() -> Iterator[dict[str, Any]]:
     import torch.distributed as dist
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29541")
-    deepspeed.init_distributed("gloo")
     config = {
         "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
     }  # fmt: skip
-    try:
-        yield {**_loop_names(), "deepspeed": deepspeed, "config": config}
-    finally:
-        dist.destroy_process_group()
-        deepspeed.comm.comm.cdb = deepspeed.utils.groups._WORLD_GROUP = None  # else the next one finds this group
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29541"}
+    with patch.dict(os.environ, alone):  # no longer than here: other trainers would make a process group of it
+        deepspeed.init_distributed("gloo")
+        try:
+            yield {**_loop_names(), "deepspeed": deepspeed, "config": config}
+        finally:
+            dist.destroy_process_group()
+            deepspeed.comm.comm.cdb = deepspeed.utils.groups._WORLD_GROUP = None  # else the next one finds this group
 
 
 SETUPS: dict[str, Callable[[], AbstractContextManager[dict[str, Any]]]] = {
@@ -118,6 +121,18 @@ SETUPS: dict[str, Callable[[], AbstractContextManager[dict[str, Any]]]] = {
     "deepspeed": deepspeed_names,
 }
 """By the word after `setup=` above a block. Trainers that are not installed skip theirs."""
+
+
+def _leave_nothing() -> None:
+    """Resets what is one for the whole process: tests that follow fork their ranks from it."""
+    import torch.distributed as dist
+
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    assert not dist.is_initialized(), "a process group is left"
 
 
 @contextmanager
@@ -131,3 +146,4 @@ def names_for(setup: str | None) -> Iterator[dict[str, Any]]:
         else:
             with SETUPS[setup]() as names:
                 yield names
+            _leave_nothing()
