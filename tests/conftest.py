@@ -1,4 +1,4 @@
-"""Where every framework is installed (SAMERUN_FRAMEWORKS=1, set by scripts/test.sh) a test that skips has failed."""
+"""What holds for every test: no deadline for an example, and nothing skips where every framework is installed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# Workers share the cores, so the time that one example takes says nothing. What CI sets otherwise stays.
+settings.register_profile("samerun", settings.default, deadline=None)
+settings.load_profile("samerun")
 
 EVERYTHING_IS_HERE = os.environ.get("SAMERUN_FRAMEWORKS") == "1"
+"""scripts/test.sh says so in the environment that it makes for them: a test that skips there has failed."""
 
 
 def _fail_if_skipped(report: Any) -> Any:
