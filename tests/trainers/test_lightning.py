@@ -19,7 +19,7 @@ ARGUMENTS = "--batch {global_batch} --at-once {max_microbatch} --steps 100 --sav
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> Iterator[None]:
     """Every job of this module forks its ranks from one process that has the framework imported."""
-    with warm_launches("lightning.pytorch"):
+    with warm_launches("lightning.pytorch", "s3fs"):  # which fsspec imports at its first use
         yield
 
 
