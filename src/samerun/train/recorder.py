@@ -140,6 +140,11 @@ class Recorder:
         return self._directory is not None
 
     @property
+    def closed(self) -> bool:
+        """Whether the trace has ended."""
+        return self._closed
+
+    @property
     def stage(self) -> str | None:
         """The stage that samerun launched this job for (load, eval, update, window, control), or None."""
         return self._launch.stage if self._launch else None
