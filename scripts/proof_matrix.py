@@ -143,7 +143,7 @@ def prove_with_torch(to: str) -> Iterator[dict[str, Any]]:
     from support.gloo import run_ranks
 
     for name, path in find_sources():
-        if name == proof_titan.SOURCE:  # its optimizer has other names than its model: only torchtitan loads that
+        if name == proof_titan.SOURCE or not proof_more.wanted(name):  # torchtitan: only its own model fits
             continue
         with tempfile.TemporaryDirectory() as scratch:
             dest = Path(scratch) / "moved"
