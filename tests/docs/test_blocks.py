@@ -16,6 +16,7 @@ from ruamel.yaml import YAML
 from samerun.core.mapparse import parse_map
 from samerun.manifest.read import parse_document
 from support.blocks import KINDS, Block, read_blocks
+from support.manifests import COMPLETE, to_yaml
 from support.pages import names_for
 from support.runs import unpack_run
 
@@ -103,6 +104,9 @@ def test_manifests_and_name_maps_are_valid(block: Block) -> None:
     document = YAML(typ="safe", pure=True).load(block.text)
     if "samerun" in document:
         assert parse_document(block.text, str(block)).problems == ()
+    elif set(document) <= set(COMPLETE):  # sections of one
+        whole = {**COMPLETE, **{name: {**COMPLETE[name], **section} for name, section in document.items()}}
+        assert parse_document(to_yaml(whole), str(block)).problems == ()
     else:
         parse_map(document, dict.fromkeys(document.get("settings", ()), 2))
 

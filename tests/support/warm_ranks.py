@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing.util
 import os
 import runpy
 import select
@@ -168,10 +169,12 @@ def _fork_rank(client: socket.socket, asked: dict[str, Any], options: argparse.N
         traceback.print_exc()
     finally:
         with contextlib.suppress(BaseException):
+            multiprocessing.util._exit_function()  # ends the processes that the rank started, which hold its output
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # this folder, whose modules would be taken for the frameworks that they are named after
     serve(*sys.argv[1:])

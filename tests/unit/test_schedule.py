@@ -183,6 +183,45 @@ def test_a_plateau_in_a_plan() -> None:
     assert (problem.code, problem.where) == ("SR-SCHEDULE-RATE", {"update": 302})
 
 
+class Shaken(lrs.ExponentialLR):
+    """A class of the user's, whose rates are not those of the one that it is made from."""
+
+    def get_lr(self) -> list[float]:
+        return [base * (1.0 + 0.1 * (self.last_epoch % 3)) for base in self.base_lrs]
+
+
+class Delayed(lrs.CosineAnnealingLR):
+    """Another one, which saves a setting of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.delay = 50
+        super().__init__(optimizer, 30)
+
+    def get_lr(self) -> list[float]:
+        return list(self.base_lrs) if self.last_epoch < self.delay else super().get_lr()
+
+
+@pytest.mark.parametrize("make", [lambda o: lrs.CyclicLR(o, 0.01, 0.1, 5), lambda o: Shaken(o, 0.9), Delayed])
+def test_another_class_is_not_taken_for_one_of_torchs(make: Make) -> None:
+    """Its rates would be planned by a formula that is not its own, and every control would be rejected."""
+    optimizer, scheduler = build(make)
+    run(optimizer, scheduler, 4)
+    with pytest.raises(UsageError, match="SR-SCHEDULE-UNKNOWN"):
+        parse_schedule(scheduler.state_dict())
+
+
+def test_rates_that_were_scaled_by_hand_follow_no_formula() -> None:
+    """torch's recursion goes on from the rate that it finds; the base rates do not tell of it."""
+    optimizer, scheduler = build(SCHEDULERS["exponential"])
+    run(optimizer, scheduler, 3)
+    assert parse_schedule(scheduler.state_dict()).kind == "ExponentialLR"
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    run(optimizer, scheduler, 1)
+    with pytest.raises(UsageError, match="set last"):
+        parse_schedule(scheduler.state_dict())
+
+
 MEGATRON = json.loads((Path(__file__).parents[1] / "golden" / "order" / "megatron_schedule.json").read_text())
 
 

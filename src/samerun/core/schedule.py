@@ -16,7 +16,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from samerun.core.trainer_rates import TRAINER_FACTORS
 from samerun.errors import Problem, UsageError
@@ -197,8 +197,14 @@ _NEEDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("LinearLR", ("start_factor", "end_factor", "total_iters")),
     ("PolynomialLR", ("total_iters", "power")),
     ("ConstantLR", ("factor", "total_iters")),
+    ("ExponentialLR", ("gamma",)),
 )
-"""What tells one class's state from another's: torch does not save the class."""
+"""What tells one class's state from another's: torch does not save the class. Anything beside it is another class."""
+
+_EVERY = frozenset(
+    {"base_lrs", "last_epoch", "verbose", "_step_count", "_is_initial", "_get_lr_called_within_step", "_last_lr"}
+)
+"""What torch's base class saves (2.13, and earlier versions)."""
 
 
 def parse_schedule(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]] = ()) -> Schedule:
@@ -212,6 +218,10 @@ def parse_schedule(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
     Raises:
         UsageError: SR-SCHEDULE-UNKNOWN where the rates are not in the checkpoint: lambdas, and other classes.
     """
+    return _checked(_read(state, groups), state)
+
+
+def _read(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Schedule:
     if "lr_decay_style" in state and "num_steps" in state:
         return _read_megatron(state, groups)
     position = state.get("last_epoch")
@@ -222,7 +232,7 @@ def parse_schedule(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
     if "lr_lambdas" in state or "lmbdas" in state:
         raise _unknown("LambdaLR follows a function of the script, which is not saved")
     if "_schedulers" in state and "_milestones" in state:
-        parts = tuple(parse_schedule(part, groups) for part in state["_schedulers"])
+        parts = tuple(_read(part, groups) for part in state["_schedulers"])
         marks = tuple(int(mark) for mark in state["_milestones"])
         return Schedule("SequentialLR", parts[0].base, position, {}, parts, marks)
     if "_schedule_phases" in state:
@@ -230,15 +240,28 @@ def parse_schedule(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
     base = tuple(float(rate) for rate in state.get("base_lrs", ()))
     if not base:
         raise _unknown("it has no base rates")
-    if "milestones" in state and "gamma" in state:
+    own = {str(name) for name in state} - _EVERY - {"T_cur", "T_i"}
+    if own == {"milestones", "gamma"}:
         marks = sorted((int(mark), int(count)) for mark, count in dict(state["milestones"]).items())
         return Schedule("MultiStepLR", base, position, {"gamma": float(state["gamma"]), "marks": marks})
     for kind, names in _NEEDS:
-        if all(name in state for name in names):
+        if own == set(names):
             return Schedule(kind, base, position, {name: float(state[name]) for name in names})
-    if "gamma" in state:
-        return Schedule("ExponentialLR", base, position, {"gamma": float(state["gamma"])})
-    raise _unknown(f"no class of torch's saves {', '.join(sorted(map(str, state)))}")
+    raise _unknown(f"no class of torch's that has a formula saves {', '.join(sorted(map(str, state)))}")
+
+
+def _checked(schedule: Schedule, state: Mapping[str, Any]) -> Schedule:
+    """Returns the schedule if its formula gives the rates that the state says were set last.
+
+    A subclass with a `get_lr` of its own, or rates that the script scaled by hand, is told by nothing else.
+    """
+    last = state.get("_last_lr")
+    if not isinstance(last, list | tuple):
+        return schedule
+    found = [float(rate) for rate in cast("Sequence[Any]", last)]
+    if not _rates_agree(schedule.rates(schedule.position), found, 1e-6):
+        raise _unknown("the rates that it set last are not those of its class's formula")
+    return schedule
 
 
 def _read_one_cycle(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], position: int) -> Schedule:

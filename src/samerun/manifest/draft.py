@@ -20,7 +20,8 @@ from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role, Topology
 from samerun.core.tolerance import precision_floor
 from samerun.errors import Problem, Severity
-from samerun.manifest.models import METRICS, PLACEHOLDERS, Declare
+from samerun.manifest.models import PLACEHOLDERS, Declare
+from samerun.manifest.tolerances import METRICS
 
 FACTOR = 10
 """Bands that a draft proposes are this many times what two controls differ by."""

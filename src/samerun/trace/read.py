@@ -184,6 +184,10 @@ def _inputs(value: Any) -> tuple[int, int]:
     return value_of(found, "rows", whole), int(value_of(found, "digest", digest), 16)
 
 
+def _autocast(value: Any) -> str | None:
+    return value_of(mapping_of(anything)(value), "autocast", text, default=None)
+
+
 def _parse_update(body: Body, line: int) -> UpdateLine:
     found = UpdateLine(
         line=line,
@@ -206,6 +210,7 @@ def _parse_update(body: Body, line: int) -> UpdateLine:
         gradients=value_of(body, "gradients", _norms, default=None),
         step_norm=value_of(body, "step_norm", size, default=None),
         inputs=value_of(body, "inputs", _inputs, default=None),
+        autocast=value_of(body, "inputs", _autocast, default=None),
     )
     globals_ = {"loss": found.loss, "grad_norm": found.grad_norm, "update_norm": found.update_norm}
     wrong = [name for name, value in globals_.items() if value is not None and not math.isfinite(value)]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from samerun.train.agree import collective_device, distinct, world
+from samerun.train.boxpart import BoxPart, Part
 from samerun.train.flatpart import is_partitioned, partitioned_part
 from samerun.train.named import named_parameters
 from samerun.train.shards import local_shard
@@ -74,9 +75,13 @@ class ParameterNorms:
 
     def squared_gradient(self) -> torch.Tensor:
         """Returns, for every parameter, this rank's part of the squared L2 norm of its gradient, as above. Local."""
-        gradients = {name: p.grad for name, p in self._mine.items() if p.grad is not None and name in self._counted}
-        parts = ((name, local_part(gradient, self._rank)) for name, gradient in gradients.items())
+        gradients = {name: gradient for name, p in self._mine.items() if (gradient := p.grad) is not None}
+        parts = ((name, local_part(g, self._rank)) for name, g in gradients.items() if self._is_counted(name, g))
         return self._squares(parts)
+
+    def _is_counted(self, name: str, gradient: torch.Tensor | BoxPart) -> bool:
+        own = gradient.counts if isinstance(gradient, BoxPart) else None
+        return name in self._counted if own is None else own
 
     def norms(self, squares: Sequence[float], names: Iterable[str]) -> dict[str, float]:
         """Returns the L2 norm of each of `names` from squares that were added over ranks."""
@@ -106,6 +111,8 @@ def local_part(tensor: Any, rank: int = 0) -> torch.Tensor:
     """Returns what this rank holds of a tensor, without its graph."""
     if is_partitioned(tensor):
         return partitioned_part(tensor, rank).local
+    if isinstance(tensor, Part):
+        return tensor.local
     detached = tensor.detach()
     return detached.to_local() if hasattr(detached, "to_local") else detached
 

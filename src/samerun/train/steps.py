@@ -134,6 +134,7 @@ class StepWatch:
         told += [
             optimizer.global_grad_norm() for optimizer in self._optimizers if hasattr(optimizer, "global_grad_norm")
         ]
+        told = [norm for norm in told if norm is not None]
         return told[0] if told else math.sqrt(squared)
 
     def take(self) -> StepFacts:
@@ -151,7 +152,7 @@ class StepWatch:
             squares, gradient = all_three[: len(changes)], all_three[len(changes) : -1]
             grad_norm, update_norm = self._gradient_norm(math.fsum(gradient)), math.sqrt(math.fsum(squares))
             deltas = self._norms.norms(squares, self._watched)
-            keeps_gradients = any(hasattr(optimizer, "global_grad_norm") for optimizer in self._optimizers)
+            keeps_gradients = any(getattr(optimizer, "keeps_gradients", False) for optimizer in self._optimizers)
             step_norm = None if keeps_gradients else math.sqrt(all_three[-1])
             if self._all_next:
                 moved = self._norms.norms(squares, self._norms.names)

@@ -57,6 +57,10 @@ KINDS: Mapping[str, str] = {
     "SR-UPD-NONFINITE": "dtype and masters",
     "SR-UPD-REPLICA": "after load",
     "SR-UPD-AVERAGE": "averages of the model",
+    "SR-UPD-SETTING": "parameter groups",
+    "SR-UPD-COUNTER": "counters",
+    "SR-UPD-TENSOR": "tied, frozen, never stepped",
+    "SR-UPD-BUFFER": "after load",
 }
 """Beginnings of codes; the longest that fits counts."""
 
