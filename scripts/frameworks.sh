@@ -11,3 +11,4 @@ if ! cmp -s "$loose" "$SAMERUN_VENV/torchtitan.stamp"; then
   pip install --quiet --disable-pip-version-check --no-deps -r "$loose" >&2
   cp "$loose" "$SAMERUN_VENV/torchtitan.stamp"
 fi
+bash "$here/megatron.sh" # Megatron's own data loader
