@@ -156,7 +156,7 @@ def test_floors_follow_precision_and_tokens() -> None:
 
 
 def test_muons_steps_are_computed_in_bfloat16() -> None:
-    """A step that rounds otherwise in bfloat16 differs by 1e-4, and the next loss by 3e-5, in a clean move in float32."""
+    """A step that rounds otherwise in bfloat16 differs by 1e-4, the next loss by 3e-5: a clean move in float32."""
     documents: list[Document] = []
     for hyperparameters in ({"ns_steps": 5}, {"dampening": 0}):
         entries = [tensor("param:w", (4, 4)), tensor("optim.momentum_buffer:w", (4, 4))]
