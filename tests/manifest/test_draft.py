@@ -156,7 +156,7 @@ def test_floors_follow_precision_and_tokens() -> None:
 
 
 def test_muons_steps_are_computed_in_bfloat16() -> None:
-    """A step that rounds otherwise in bfloat16 differs by 1e-4, in a clean move of a run in float32."""
+    """A step that rounds otherwise in bfloat16 differs by 1e-4, the next loss by 3e-5: a clean move in float32."""
     documents: list[Document] = []
     for hyperparameters in ({"ns_steps": 5}, {"dampening": 0}):
         entries = [tensor("param:w", (4, 4)), tensor("optim.momentum_buffer:w", (4, 4))]
@@ -165,7 +165,7 @@ def test_muons_steps_are_computed_in_bfloat16() -> None:
         documents.append(draft(LogicalState(format="dcp", tensors=tensors, groups=groups)))
     muon, sgd = documents
     assert (muon.value("run.optimizer"), sgd.value("run.optimizer")) == ("Muon", "SGD")
-    for metric, wider in (("update_norm", True), ("parameter_delta", True), ("loss", False), ("grad_norm", False)):
+    for metric, wider in (("update_norm", True), ("parameter_delta", True), ("loss", True), ("eval_loss", False)):
         wide, narrow = (document.value(f"tolerances.{metric}.floor") for document in documents)
         assert wide > 10 * narrow if wider else wide == narrow, metric
 

@@ -363,9 +363,9 @@ def _put_tolerances(draft: _Draft, facts: _Facts) -> None:
     # torch's Muon orthogonalises every gradient in bfloat16, whatever the precision of the run (2.13, `_muon.py`).
     step = parse_dtype("bfloat16") if _optimizer(facts.state)[0] == "Muon" and kind.num_bytes > 2 else kind
     if step is not kind:
-        draft.note("Muon computes its step in bfloat16, so update_norm and parameter_delta have the floors of that.")
+        draft.note("Muon computes its steps in bfloat16: what they lead to has the floors of that.")
     for metric in METRICS:
-        of = step if metric in ("update_norm", "parameter_delta") else kind
+        of = kind if metric.startswith("eval_") else step
         floor = float(f"{precision_floor(metric, of, terms):.1e}")
         draft.put(metric, {"from": "control", "factor": FACTOR, "floor": floor})
 
