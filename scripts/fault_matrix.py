@@ -2,6 +2,7 @@
 
 python scripts/fault_matrix.py --dir /tmp/matrix            # all of it, about forty minutes on two cores
 python scripts/fault_matrix.py --dir /tmp/matrix --only clean --precision float32 --sizes slim --seeds 6
+python scripts/fault_matrix.py --dir /tmp/matrix --analyse  # judges the same traces by bounds from analysis
 python scripts/fault_matrix.py --page                       # only writes the page, from docs/faults.json
 
 Rows are kept in docs/faults.json, each with the commit that it was run at. A row of an earlier commit holds until it is
@@ -22,9 +23,13 @@ from pathlib import Path
 from typing import Any
 
 TOP = Path(__file__).parents[1]
-sys.path[:0] = [str(TOP / "src"), str(TOP / "tests")]
+sys.path[:0] = [str(TOP), str(TOP / "src"), str(TOP / "tests")]
 
+from scripts.analysed import reassess  # noqa: E402
+
+from samerun.core.mesh import Layout  # noqa: E402
 from samerun.demo.faults import FAULTS  # noqa: E402
+from samerun.demo.workspace import DemoSettings, Workspace  # noqa: E402
 from support.warm_ranks import warm_launches  # noqa: E402
 
 LAYOUTS = ("dp_shard=3", "dp_shard=2", "dp_shard=1", "dp_replicate=2,dp_shard=2", "tp=2,dp_shard=2")
@@ -62,6 +67,19 @@ def list_cases(args: argparse.Namespace) -> Iterator[Case]:
                             yield Case(size, precision, seed, fault.layout or "dp_shard=3", fault.name)
 
 
+def place_of(row: dict[str, Any], directory: Path) -> Path:
+    """Returns the run directory of a row's demonstration."""
+    settings = DemoSettings(
+        directory=directory,
+        destination=Layout.parse(row["layout"]),
+        fault=FAULTS[row["fault"]] if row["fault"] else None,
+        size=row["size"],
+        precision=row["precision"],
+        seed=row["seed"],
+    )
+    return Workspace(settings).rundir
+
+
 def run_case(case: Case, directory: Path) -> dict[str, Any]:
     """Runs one demonstration; returns its row."""
     command = [sys.executable, "-m", "samerun", "demo", "--dir", str(directory), "--size", case.size, "--json"]
@@ -97,7 +115,7 @@ def _used(verdict: dict[str, Any]) -> dict[str, list[float]]:
 
 def share(row: dict[str, Any]) -> float | None:
     """Returns the largest part of any sealed band that was used (1 is the limit)."""
-    return max((value / limit for value, limit in row["used"].values() if limit), default=None)
+    return max((value / limit for value, limit in row["used"].values() if limit), default=row.get("share"))
 
 
 def as_it_should_be(row: dict[str, Any]) -> bool:
@@ -127,6 +145,7 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
         *_rates(rows),
         "",
         *(f"`{size}`: {words}." for size, words in MODELS.items()),
+        "An abstention says that the two controls differ so much by themselves that no candidate could be judged.",
         "",
         "## Clean moves",
         "",
@@ -160,7 +179,37 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
         f"- {head}: {', '.join(sorted({row['commit'] for row in broken if _run(row) == run}))}"
         for head, run in zip(heads, runs, strict=True)
     ]
-    return "\n".join([*lines, "", "Commits:", "", *commits, "", *_confusion(broken)]) + "\n"
+    return "\n".join([*lines, "", "Commits:", "", *commits, "", *_confusion(broken), *_analysed(rows)]) + "\n"
+
+
+def _analysed(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns the table of what bounds from analysis say of the same traces."""
+    known = [row for row in rows if row.get("analysis")]
+    if not known:
+        return []
+    lines = [
+        "",
+        "## The same traces under bounds from analysis",
+        "",
+        "Each run judged again with every tolerance `{from: analysis}` ([judging.md](judging.md#tolerances)).",
+        "`caught`: of the runs in which a number left a band from the controls, those in which one leaves its bound.",
+        "`too wide`: metrics whose bound exceeds its ceiling in the window, so that such a run would abstain.",
+        "",
+        "| model | precision | clean moves within | most of a bound used | caught | too wide |",
+        "|---|---|---|---|---|---|",
+    ]
+    for size, precision in sorted({(row["size"], row["precision"]) for row in known}):
+        mine = [row for row in known if (row["size"], row["precision"]) == (size, precision)]
+        clean = [row["analysis"] for row in mine if row["fault"] is None]
+        left = [row["analysis"] for row in mine if row["fault"] is not None and row["analysis"]["controls"]]
+        cells = (
+            f"{sum(not found['analysis'] for found in clean)} of {len(clean)}",
+            f"{max((found['used'] for found in clean), default=0.0):.2g}",
+            f"{sum(bool(found['analysis']) for found in left)} of {len(left)}",
+            ", ".join(sorted({name for found in clean for name in found["wide"]})) or "none",
+        )
+        lines.append(f"| {size} | {precision} | {' | '.join(cells)} |")
+    return lines
 
 
 def _run(row: dict[str, Any]) -> tuple[str, str, int]:
@@ -170,21 +219,24 @@ def _run(row: dict[str, Any]) -> tuple[str, str, int]:
 def _rates(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the table of detection and false rejects, by model and precision."""
     lines = [
-        "| model | precision | clean moves promoted | faults rejected under their own name | right kind named |",
-        "|---|---|---|---|---|",
+        "| model | precision | clean moves promoted | abstained | rejected | faults rejected by name | right kind |",
+        "|---|---|---|---|---|---|---|",
     ]
     groups = sorted({(row["size"], row["precision"]) for row in rows})
     for group in (*groups, None):
         mine = [row for row in rows if group is None or (row["size"], row["precision"]) == group]
         clean = [row for row in mine if row["fault"] is None]
         broken = [row for row in mine if row["fault"] is not None]
+        told = sum(row["kind"] is not None for row in broken)
         name = "**all** |" if group is None else " | ".join(group)
         cells = (
             f"{sum(map(as_it_should_be, clean))} of {len(clean)}",
+            sum(row["verdict"] == "abstain" for row in clean),
+            sum(row["verdict"] == "reject" for row in clean),
             f"{sum(map(as_it_should_be, broken))} of {len(broken)}",
-            f"{sum(map(points_right, broken))} of {len(broken)}",
+            f"{sum(map(points_right, broken))} of {told}" if told else "not recorded then",
         )
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
     return lines
 
 
@@ -198,7 +250,8 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 def _confusion(broken: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the table of what was injected against the kind that the first divergence points to."""
-    pairs = Counter((FAULTS[row["fault"]].kind.value, row["kind"] or "nothing") for row in broken)
+    broken = [row for row in broken if row["kind"]]  # rows from before verdicts told kinds have none
+    pairs = Counter((FAULTS[row["fault"]].kind.value, row["kind"]) for row in broken)
     wrong = sorted({row["fault"] for row in broken if not points_right(row)})
     right = sum(count for pair, count in pairs.items() if pair[0] == pair[1])
     lines = [
@@ -237,12 +290,19 @@ def main() -> int:
     parser.add_argument("--faults", nargs="*")
     parser.add_argument("--only", choices=["clean", "faults"])
     parser.add_argument("--again", action="store_true", help="run rows again that are there already")
+    parser.add_argument("--analyse", action="store_true", help="run nothing, judge what is in DIR by analysis")
     parser.add_argument("--page", action="store_true", help="run nothing, only write the page")
     args = parser.parse_args()
     rows: dict[str, Any] = json.loads(args.data.read_text()) if args.data.exists() else {}
-    if not args.page:
-        if args.dir is None:
-            parser.error("--dir is where the runs go")
+    if args.dir is None and not args.page:
+        parser.error("--dir is where the runs go")
+    if args.analyse:
+        for row in rows.values():
+            place = place_of(row, args.dir / "work")
+            if place.exists():
+                row["analysis"] = reassess(place)
+        args.data.write_text(json.dumps(rows, indent=1) + "\n")
+    elif not args.page:
         args.dir.mkdir(parents=True, exist_ok=True)
         commit = _commit()
         with warm_launches():

@@ -70,6 +70,7 @@ def test_another_number_of_groups_is_another_model(case: str):
     assert any(name not in other or other[name].tobytes() != value.tobytes() for name, value in found.items())
 
 
+@pytest.mark.framework
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("case", SETTINGS)
 def test_transformers_gives_megatron_s_logits(case: str):

@@ -11,13 +11,13 @@ from pydantic import ValidationError
 
 from samerun.core.size import format_size, parse_size
 from samerun.manifest.models import (
-    METRICS,
     PLACEHOLDERS,
     Manifest,
     canonical_json,
     fill_placeholders,
     find_placeholders,
 )
+from samerun.manifest.tolerances import METRICS
 from support.manifests import COMPLETE, manifest, manifest_data
 
 

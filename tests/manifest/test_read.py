@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samerun.errors import Problem, UndecidedError, UsageError
-from samerun.manifest.models import METRICS, Manifest
+from samerun.manifest.models import Manifest
 from samerun.manifest.read import parse_document, place_problems, read_document, read_manifest
+from samerun.manifest.tolerances import METRICS
 from support.manifests import COMPLETE, leaves, line_of, manifest_data, to_yaml
 
 TEXT = to_yaml(COMPLETE)

@@ -227,6 +227,10 @@ def test_how_the_step_is_carried_out_is_a_note(job: toy.Job) -> None:
 def test_optimizer_class_and_switches(job: toy.Job, found: dict[str, Any]) -> None:
     assert check(save(job), found, optimizer="adamw") == []
     assert only(check(save(job), found, optimizer="SGD"), "SR-LOAD-CLASS").found == "AdamW"
+    two = found | {"optimizers": [{"class": "Muon", "decay": None}, *found["optimizers"]]}
+    assert check(save(job), two, optimizer="Muon") == []  # one of several is named
+    assert check(save(job), two, optimizer="AdamW") == []
+    assert only(check(save(job), two, optimizer="SGD"), "SR-LOAD-CLASS").found == "Muon, AdamW"
     changed = copy.deepcopy(job)
     for group in changed.optimizer.param_groups:
         group["amsgrad"], group["decoupled_weight_decay"] = True, False
@@ -266,6 +270,16 @@ def test_scheduler(job: toy.Job, found: dict[str, Any]) -> None:
     assert (position.expected, position.found) == (3, 4)
     assert only(check(save(job), found | {"scheduler": None}), "SR-LOAD-SCHED")
     assert check(save(job, scheduler=None), found | {"scheduler": None}) == []
+
+
+def test_a_schedule_that_was_not_saved_and_begins_anew(job: toy.Job, found: dict[str, Any]) -> None:
+    """The optimizer brings the rate back, and the first step of the new schedule loses it."""
+    assert check(save(job, scheduler=None), found) == []  # one that was made at its position
+    anew = found | {
+        "scheduler": {**found["scheduler"], "last_epoch": 0, "_last_lr": [1e-9 for _ in found["learning_rates"]]}
+    }
+    assert only(check(save(job, scheduler=None), anew), "SR-LOAD-SCHED").expected == found["learning_rates"]
+    assert only(check(save(job, scheduler=None), anew | {"scheduler": [anew["scheduler"]]}), "SR-LOAD-SCHED")
 
 
 def test_objects(job: toy.Job, found: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from samerun.errors import Problem, Severity
 from samerun.verify.attribute import attribute
-from samerun.verify.bands import Controls
+from samerun.verify.controls import Controls
 from samerun.verify.evaluate import Evaluation
 from samerun.verify.observed import Observed
 from support.observations import FIRST, make_evaluation, make_observed, make_state, make_update

@@ -16,8 +16,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from samerun.core.trainer_rates import TRAINER_FACTORS
 from samerun.errors import Problem, UsageError
 
 Progress = Literal["updates", "samples"]
@@ -73,6 +74,9 @@ class Schedule:
                 self._one_cycle(dict(zip(("initial_lr", "max_lr", "min_lr"), p, strict=True)), position)
                 for p in self.peaks
             )
+        if self.kind.startswith(TRAINER):
+            factor = TRAINER_FACTORS[self.kind.removeprefix(TRAINER)](position, self.arguments)
+            return tuple(base * factor for base in self.base)
         return tuple(_FORMULAS[self.kind](base, position, self.arguments) for base in self.base)
 
     def next_rates(self, count: int, *, stride: float = 1.0, factor: float = 1.0) -> tuple[tuple[float, ...], ...]:
@@ -166,6 +170,26 @@ _FORMULAS: dict[str, Callable[[float, float, Mapping[str, Any]], float]] = {
     PLATEAU: _as_it_is,
 }
 
+TRAINER = "Trainer's "
+"""Begins the kind of a schedule that Hugging Face's Trainer built: `Trainer's cosine`."""
+
+
+def trainer_schedule(kind: str, base: tuple[float, ...], position: int, given: Mapping[str, Any]) -> Schedule:
+    """Returns a schedule of Hugging Face's Trainer.
+
+    Args:
+        kind: `lr_scheduler_type`. base: rates by group. position: steps that were made.
+        given: `warm_up` and `total` in steps, `rate` (the Trainer's `learning_rate`), and `lr_scheduler_kwargs`.
+
+    Raises:
+        ValueError: for a kind whose rates follow from more than that.
+    """
+    if kind not in TRAINER_FACTORS:
+        raise ValueError(f"the Trainer's {kind} schedule follows more than its arguments")
+    total = {} if kind in ("constant", "constant_with_warmup", "inverse_sqrt") else {"total_iters": given["total"]}
+    return Schedule(TRAINER + kind, base, position, {**given, **total})
+
+
 _NEEDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("CosineAnnealingWarmRestarts", ("T_0", "T_mult", "eta_min")),
     ("CosineAnnealingLR", ("T_max", "eta_min")),
@@ -173,8 +197,14 @@ _NEEDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("LinearLR", ("start_factor", "end_factor", "total_iters")),
     ("PolynomialLR", ("total_iters", "power")),
     ("ConstantLR", ("factor", "total_iters")),
+    ("ExponentialLR", ("gamma",)),
 )
-"""What tells one class's state from another's: torch does not save the class."""
+"""What tells one class's state from another's: torch does not save the class. Anything beside it is another class."""
+
+_EVERY = frozenset(
+    {"base_lrs", "last_epoch", "verbose", "_step_count", "_is_initial", "_get_lr_called_within_step", "_last_lr"}
+)
+"""What torch's base class saves (2.13, and earlier versions)."""
 
 
 def parse_schedule(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]] = ()) -> Schedule:
@@ -188,6 +218,10 @@ def parse_schedule(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
     Raises:
         UsageError: SR-SCHEDULE-UNKNOWN where the rates are not in the checkpoint: lambdas, and other classes.
     """
+    return _checked(_read(state, groups), state)
+
+
+def _read(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Schedule:
     if "lr_decay_style" in state and "num_steps" in state:
         return _read_megatron(state, groups)
     position = state.get("last_epoch")
@@ -198,7 +232,7 @@ def parse_schedule(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
     if "lr_lambdas" in state or "lmbdas" in state:
         raise _unknown("LambdaLR follows a function of the script, which is not saved")
     if "_schedulers" in state and "_milestones" in state:
-        parts = tuple(parse_schedule(part, groups) for part in state["_schedulers"])
+        parts = tuple(_read(part, groups) for part in state["_schedulers"])
         marks = tuple(int(mark) for mark in state["_milestones"])
         return Schedule("SequentialLR", parts[0].base, position, {}, parts, marks)
     if "_schedule_phases" in state:
@@ -206,15 +240,28 @@ def parse_schedule(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
     base = tuple(float(rate) for rate in state.get("base_lrs", ()))
     if not base:
         raise _unknown("it has no base rates")
-    if "milestones" in state and "gamma" in state:
+    own = {str(name) for name in state} - _EVERY - {"T_cur", "T_i"}
+    if own == {"milestones", "gamma"}:
         marks = sorted((int(mark), int(count)) for mark, count in dict(state["milestones"]).items())
         return Schedule("MultiStepLR", base, position, {"gamma": float(state["gamma"]), "marks": marks})
     for kind, names in _NEEDS:
-        if all(name in state for name in names):
+        if own == set(names):
             return Schedule(kind, base, position, {name: float(state[name]) for name in names})
-    if "gamma" in state:
-        return Schedule("ExponentialLR", base, position, {"gamma": float(state["gamma"])})
-    raise _unknown(f"no class of torch's saves {', '.join(sorted(map(str, state)))}")
+    raise _unknown(f"no class of torch's that has a formula saves {', '.join(sorted(map(str, state)))}")
+
+
+def _checked(schedule: Schedule, state: Mapping[str, Any]) -> Schedule:
+    """Returns the schedule if its formula gives the rates that the state says were set last.
+
+    A subclass with a `get_lr` of its own, or rates that the script scaled by hand, is told by nothing else.
+    """
+    last = state.get("_last_lr")
+    if not isinstance(last, list | tuple):
+        return schedule
+    found = [float(rate) for rate in cast("Sequence[Any]", last)]
+    if not _rates_agree(schedule.rates(schedule.position), found, 1e-6):
+        raise _unknown("the rates that it set last are not those of its class's formula")
+    return schedule
 
 
 def _read_one_cycle(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], position: int) -> Schedule:

@@ -13,12 +13,12 @@ from samerun.manifest.models import (
     Control,
     Destination,
     Launch,
-    Section,
     Side,
     Source,
     Transition,
     find_placeholders,
 )
+from samerun.manifest.section import Section
 
 Keys = tuple[str | int, ...]
 Locate = Callable[[Keys], Mapping[str, Any]]

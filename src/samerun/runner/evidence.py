@@ -15,9 +15,11 @@ import numpy as np
 from samerun.core.dtype import parse_dtype
 from samerun.core.tolerance import Band
 from samerun.errors import Problem, UsageError
-from samerun.manifest.models import METRICS, Manifest, UserTolerance
+from samerun.manifest.models import Manifest
+from samerun.manifest.tolerances import METRICS, UserTolerance
 from samerun.trace import read_trace
-from samerun.verify.bands import Controls, complete_reference, plan_bands, split_bands, vanishing
+from samerun.verify.bands import plan_bands, split_bands, vanishing
+from samerun.verify.controls import Controls, complete_reference
 from samerun.verify.evaluate import Evaluation, evaluation_of
 from samerun.verify.observed import Observed, observe
 from samerun.verify.oracle import Oracle
@@ -103,11 +105,16 @@ def keep_recorded(source: Path, stage: Path, *, first_update: int, num_updates: 
 
 
 def _copy_window(path: Path, folder: Path, kept: range) -> None:
+    completed = 0
     with path.open("rb") as source, (folder / path.name).open("wb") as copy:
         for line in source:
             body = _parse(line)
             if body is not None and body["kind"] not in ("header", "end") and body.get("update") not in kept:
                 continue
+            if body is not None and body["kind"] == "update" and not body.get("skipped"):
+                completed += 1
+            if body is not None and body["kind"] == "end":  # it counts the updates of its file
+                line = json.dumps({**body, "updates": completed}).encode() + b"\n"
             copy.write(line)  # a damaged line too: it is for the reader to report
             name = (body.get("logits") or {}).get("file") if body and body["kind"] == "eval" else None
             if name and (array := path.parent / Path(str(name)).name).is_file():

@@ -16,11 +16,14 @@ from samerun.runner.assess import (
     assess_evaluation,
     assess_updates,
     boundaries_of,
+    check_autocast,
+    check_control_motion,
     check_control_rates,
     check_environment,
     check_resumed_at,
     control_microbatches,
     destination_job,
+    note_resumed_controls,
     oracle_job,
     source_job,
     trainable_of,
@@ -52,11 +55,12 @@ from samerun.runner.work import (
 )
 from samerun.stores.local import fingerprint_tree
 from samerun.verify.attribute import attribute
-from samerun.verify.bands import Controls, check_controls
+from samerun.verify.controls import Controls
 from samerun.verify.evaluate import Evaluation
 from samerun.verify.job import JobPlan, check_job
 from samerun.verify.observed import Observed
 from samerun.verify.oracle import check_oracle
+from samerun.verify.soundness import check_controls
 from samerun.verify.stage import CONTROL, CONVERT, EVAL, INSPECT, LOAD, UPDATE, WINDOW, StageResult
 from samerun.verify.streams import check_kept_streams
 
@@ -118,7 +122,7 @@ def run_control(work: Work, plan: MigrationPlan) -> StageResult:
     clock = Clock()
     stage = work.directory.begin_stage(CONTROL)
     jobs: list[Mapping[str, Any]] = []
-    problems = check_source(work.checkpoint, kept_fingerprint(work), "control")
+    problems = [*check_source(work.checkpoint, kept_fingerprint(work), "control"), *note_resumed_controls(manifest)]
     if manifest.control.trace:
         keep_recorded(
             work.base / manifest.control.trace,
@@ -222,6 +226,7 @@ def _assess_controls(work: Work, plan: MigrationPlan, stage: Path) -> tuple[list
     if manifest.control.oracle:
         truth = read_observed(folders[ORACLE])
         problems += check_oracle(truth, controls.reference, plan.first_update)
+    problems += check_control_motion(plan, controls)
     measured: dict[str, Any] = {
         "controls": list(controls.names),
         "traces": {name: str(path.relative_to(stage)) for name, path in folders.items()},
@@ -352,6 +357,7 @@ def assess_candidate(
         trainable = trainable_of(state.body if state else None)
         found = assess_updates(controls, observed, window_plan(manifest, plan, bands, word, trainable))
         named = attribute(found.problems, controls, observed, _evaluated(work))
+        problems += check_autocast(controls.reference, observed, word)
         problems, measured = [*problems, *named], {**measured, **found.measured}
     return [replace(item, where={"stage": word, **item.where}) for item in problems], measured
 

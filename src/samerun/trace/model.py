@@ -47,9 +47,9 @@ class UpdateLine:
     change of a few named parameters; `moved` those of every parameter (rank 0, first update of a job), and `gradients`
     those of their gradients before clipping. `step_norm` is the norm of the whole gradient that the step used, after
     clipping. `inputs` are the rows that this rank's model was given in the first update of a job, and the sum of their
-    digests. None: not measured. `ids_digest` is the set digest of this rank's ids
-    (`samerun.core.idset`), which stands also where the ids themselves were not kept. `line` is the line of the file,
-    counted from 1.
+    digests, `autocast` the type that its forward pass was cast to. None: not measured. `ids_digest` is the set digest
+    of this rank's ids (`samerun.core.idset`), which stands also where the ids themselves were not kept. `line` is the
+    line of the file, counted from 1.
     """
 
     update: int
@@ -72,6 +72,7 @@ class UpdateLine:
     line: int = 0
     step_norm: float | None = None
     inputs: tuple[int, int] | None = None
+    autocast: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

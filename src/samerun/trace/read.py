@@ -13,6 +13,7 @@ from samerun.trace.fields import (
     BadField,
     Body,
     anything,
+    digest,
     list_of,
     mapping_of,
     number,
@@ -180,11 +181,11 @@ _norms = mapping_of(size)
 
 def _inputs(value: Any) -> tuple[int, int]:
     found = mapping_of(anything)(value)
-    rows, digest = value_of(found, "rows", whole), value_of(found, "digest", text)
-    try:
-        return rows, int(digest, 16)
-    except ValueError:
-        raise BadField(f"{digest!r} is no digest") from None
+    return value_of(found, "rows", whole), int(value_of(found, "digest", digest), 16)
+
+
+def _autocast(value: Any) -> str | None:
+    return value_of(mapping_of(anything)(value), "autocast", text, default=None)
 
 
 def _parse_update(body: Body, line: int) -> UpdateLine:
@@ -209,6 +210,7 @@ def _parse_update(body: Body, line: int) -> UpdateLine:
         gradients=value_of(body, "gradients", _norms, default=None),
         step_norm=value_of(body, "step_norm", size, default=None),
         inputs=value_of(body, "inputs", _inputs, default=None),
+        autocast=value_of(body, "inputs", _autocast, default=None),
     )
     globals_ = {"loss": found.loss, "grad_norm": found.grad_norm, "update_norm": found.update_norm}
     wrong = [name for name, value in globals_.items() if value is not None and not math.isfinite(value)]

@@ -33,6 +33,7 @@ class InputWatch:
         self._whole = whole
         self._rows = 0
         self._sum: torch.Tensor | None = None
+        self._autocast: str | None = None
         first = as_list(model)[0]
         compiled = hasattr(first, "_orig_mod") or getattr(first, "_compiled_call_impl", None) is not None
         self._handle = None if compiled else first.register_forward_pre_hook(self._note, with_kwargs=True, prepend=True)
@@ -43,6 +44,7 @@ class InputWatch:
         if not module.training or not torch.is_grad_enabled():
             return
         rows = 0
+        self._autocast = self._autocast or _autocast_type(module)
         for place, tensor in _tensors({**{str(i): item for i, item in enumerate(arguments)}, **named}):
             if tensor.ndim and tensor.numel() and (self._whole or not tensor.is_floating_point()):
                 total = _sum_of_rows(tensor, place).cpu()
@@ -51,7 +53,10 @@ class InputWatch:
         self._rows += rows
 
     def take(self) -> dict[str, Any] | None:
-        """Returns {"rows", "digest"} of what was given since the beginning, or None for nothing, and stops watching."""
+        """Returns {"rows", "digest"} of what was given since the beginning, or None for nothing, and stops watching.
+
+        Where the forward pass ran under autocast, "autocast" is the type that it computes in.
+        """
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -59,7 +64,18 @@ class InputWatch:
             return None
         found = {"rows": self._rows, "digest": to_hex(int(self._sum.item()) & MASK)}
         self._sum = None
-        return found
+        return found if self._autocast is None else {**found, "autocast": self._autocast}
+
+
+def _autocast_type(module: nn.Module) -> str | None:
+    """Returns the type that autocast computes in around this forward pass, or None where it is off."""
+    import torch
+
+    parameter = next(module.parameters(), None)
+    device = "cpu" if parameter is None else parameter.device.type
+    if not torch.is_autocast_enabled(device):
+        return None
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
 
 
 def _tensors(named: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,9 +13,9 @@ from samerun.core.dtype import parse_dtype
 from samerun.core.plain import plain
 from samerun.errors import Problem, SamerunError, VerificationError
 from samerun.train.agree import add_over_ranks, distinct, world
+from samerun.train.boxpart import Part
 from samerun.train.digest import digest_shard, dtype_of, sum_unordered
 from samerun.train.facts import Replica, TensorFact
-from samerun.train.flatpart import FlatPart
 from samerun.train.named import (
     COUNTER_SLOTS,
     named_average,
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 # Columns of the one matrix that is reduced: a row per replica of each tensor.
 _DIGEST, _ELEMENTS, _NONFINITE, _NONZERO, _VALUE, _UNORDERED = range(6)
+LARGEST_UNORDERED = 1 << 26
+"""Elements of the largest tensor whose sum without places is taken: it takes as long as the digest."""
+
 _BITS = 62  # presence bits per int64 word: sums of distinct bits stay positive
 
 
@@ -63,7 +66,7 @@ def read_local(model: Any, optimizer: Any, average: Any = None) -> Local:
     rank, _ = world()
 
     def hold(
-        key: str, tensor: torch.Tensor | FlatPart, trainable: bool | None = None, aliases: tuple[str, ...] = ()
+        key: str, tensor: torch.Tensor | Part, trainable: bool | None = None, aliases: tuple[str, ...] = ()
     ) -> None:
         try:
             shard = local_shard(tensor, rank=rank)
@@ -90,10 +93,10 @@ def read_local(model: Any, optimizer: Any, average: Any = None) -> Local:
     return Local(tuple(held), tuple(problems))
 
 
-def _as_tensor(value: Any) -> torch.Tensor | FlatPart | None:
+def _as_tensor(value: Any) -> torch.Tensor | Part | None:
     import torch
 
-    if isinstance(value, torch.Tensor | FlatPart):
+    if isinstance(value, torch.Tensor | Part):
         return value
     if isinstance(value, bool):
         return torch.tensor(value)
@@ -190,7 +193,8 @@ def _measure_shard(key: str, shard: Shard, rank: int) -> list[int]:
         torch.count_nonzero(local.view(torch.uint8) if str(local.dtype).startswith("torch.float8") else local)
     )
     value = _float_bits(float(local.item())) if not is_tensor(key) and local.numel() == 1 and shard.lead == rank else 0
-    unordered = _to_signed(sum_unordered(local)) if is_tensor(key) else 0
+    small = math.prod(shard.shape) <= LARGEST_UNORDERED
+    unordered = _to_signed(sum_unordered(local)) if is_tensor(key) and small else 0
     return [_to_signed(digest), local.numel(), nonfinite, nonzero, value, unordered]
 
 
@@ -214,7 +218,7 @@ def tensor_fact(key: str, rows: list[list[int]], described: Described) -> Tensor
         shape=described.shape,
         dtype=described.dtype,
         digest=most,
-        unordered=to_hex(unordered & MASK),
+        unordered=to_hex(unordered & MASK) if elements <= LARGEST_UNORDERED else None,
         replicas=len(replicas),
         odd=tuple(replica for replica in replicas if replica.digest != most),
         nonfinite=max((row[1 + _NONFINITE] for row in rows), default=0),

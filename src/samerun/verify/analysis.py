@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from samerun.core.dtype import DType
+from samerun.core.dtype import DType, parse_dtype
 from samerun.core.rounding import ADAPTIVE, Basis, Drift
 from samerun.core.tolerance import Band, band_from_analysis
 from samerun.errors import Problem
@@ -27,7 +27,8 @@ from samerun.verify.oracle import Distances, Oracle, distances
 class Evidence:
     """What bounds are made from. `elements` counts each trainable parameter's elements by name.
 
-    `apart` is how far the controls lie from the fp64 oracle; empty where there is none.
+    `apart` is how far the controls lie from the fp64 oracle; empty where there is none. `coarse` is set where
+    parameters are kept in fewer bits than float32: they move in steps of their type, for which there is no bound.
     """
 
     basis: Basis
@@ -35,14 +36,15 @@ class Evidence:
     updates: tuple[ObservedUpdate, ...]
     evaluation: Evaluation | None
     apart: Distances
+    coarse: bool = False
 
     @property
     def drift(self) -> Drift:
         """How far two runs may come apart over the window."""
         return Drift(
             bound=self.basis.backward,
-            loss=[item.loss or math.nan for item in self.updates],
-            gradient=[item.grad_norm or math.nan for item in self.updates],
+            loss=[item.loss or 0.0 for item in self.updates],  # of 0, as of none, no relative bound is known
+            gradient=[item.grad_norm or 0.0 for item in self.updates],
             step=[item.update_norm or 0.0 for item in self.updates],
         )
 
@@ -92,6 +94,7 @@ def read_evidence(
         updates=updates,
         evaluation=evaluation,
         apart=_apart(oracle, observed, evaluations, indices[0]),
+        coarse=_coarse(state.body.get("tensors") or {}),
     )
 
 
@@ -101,6 +104,11 @@ def _trainable(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         for key, fact in tensors.items()
         if key.startswith("param:") and fact.get("trainable") is not False and 0 not in fact["shape"]
     }
+
+
+def _coarse(tensors: Mapping[str, Any]) -> bool:
+    kinds = {str(fact.get("dtype", "float32")) for key, fact in tensors.items() if key.startswith("param:")}
+    return any(parse_dtype(kind).num_bytes < 4 for kind in kinds)
 
 
 def _logit_size(evaluation: Evaluation | None) -> float:
@@ -126,7 +134,11 @@ def _apart(
 def analysis_bands(metric: str, evidence: Evidence, indices: range) -> list[Band]:
     """Returns the bands of one metric over the updates of the window: one, or one per tensor."""
     if metric in ("eval_loss", "eval_logits"):
-        return [_band(metric, indices[0] - 1, [_evaluation_limit(metric, evidence)], evidence)]
+        if evidence.evaluation is None or (metric == "eval_logits" and evidence.evaluation.logits is None):
+            return []
+        return [
+            _band(metric, indices[0] - 1, [_evaluation_limit(metric, evidence.basis, evidence.evaluation)], evidence)
+        ]
     if metric in ("parameter_gradient", "parameter_delta"):
         return _tensor_bands(metric, evidence, indices)
     limits = [_number_limit(metric, evidence, place) for place in range(len(indices))]
@@ -141,15 +153,11 @@ def _band(metric: str, first: int, limits: Sequence[float], evidence: Evidence, 
     return band_from_analysis(metric, first, limits, reason=reason, tensor=tensor)
 
 
-def _evaluation_limit(metric: str, evidence: Evidence) -> float:
-    evaluation = evidence.evaluation
-    if evaluation is None:
-        return math.inf
-    if metric == "eval_logits":
-        logits = evaluation.logits
-        return math.inf if logits is None else evidence.basis.logits(float(np.abs(logits).max(initial=0.0)))
+def _evaluation_limit(metric: str, basis: Basis, evaluation: Evaluation) -> float:
+    if metric == "eval_logits" and evaluation.logits is not None:
+        return basis.logits(float(np.abs(evaluation.logits).max(initial=0.0)))
     terms = math.prod(evaluation.shape[1:-1]) if len(evaluation.shape) > 2 else 1
-    return max((evidence.basis.loss(loss, terms) for loss in evaluation.losses), default=math.inf)
+    return max((basis.loss(loss, terms) for loss in evaluation.losses), default=math.inf)
 
 
 def _number_limit(metric: str, evidence: Evidence, place: int) -> float:
@@ -157,6 +165,8 @@ def _number_limit(metric: str, evidence: Evidence, place: int) -> float:
     if metric == "loss":
         tokens = max(item.tokens or item.samples, 1)
         return evidence.basis.loss(item.loss or 0.0, tokens) + drift.of_loss(place)
+    if metric == "update_norm" and evidence.coarse:
+        return math.inf
     own = ADAPTIVE if metric == "update_norm" else 1.0
     return own * evidence.basis.backward + drift.of_gradient(place)
 
@@ -170,8 +180,8 @@ def _tensor_bands(metric: str, evidence: Evidence, indices: range) -> list[Band]
     places = range(1) if metric == "parameter_gradient" else range(len(indices))
     own = ADAPTIVE if metric == "parameter_delta" else 1.0
     for tensor in sorted(recorded or {}):
-        limit = evidence.basis.backward
-        if tensor in norms and tensor in evidence.elements:
+        limit = math.inf if metric == "parameter_delta" and evidence.coarse else evidence.basis.backward
+        if math.isfinite(limit) and tensor in norms and tensor in evidence.elements:
             limit = evidence.basis.tensor(norms[tensor], evidence.elements[tensor], whole, elements)
         limits = [own * limit + drift.of_gradient(place) for place in places]
         bands.append(_band(metric, indices[0], limits, evidence, tensor))

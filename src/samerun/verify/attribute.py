@@ -13,7 +13,7 @@ from typing import Any
 
 from samerun.core.tolerance import deviation
 from samerun.errors import Problem, Severity
-from samerun.verify.bands import Controls
+from samerun.verify.controls import Controls
 from samerun.verify.evaluate import Evaluation
 from samerun.verify.locate import Place, first_module, other_dtype
 from samerun.verify.observed import Observed

@@ -31,6 +31,7 @@ MISSING_EVIDENCE = (
     "SR-JOB-UNREPORTED",
     "SR-JOB-STAGE",
     "SR-JOB-RANKS",
+    "SR-LOAD-UNSEEN",
     "SR-EVAL-MISSING",
     "SR-UPD-UNRECORDED",
     "SR-RUN-REHEARSAL",
@@ -70,7 +71,8 @@ RULES: tuple[Rule, ...] = (
          ("SR-LOAD-STEP", "SR-UPD-INDEX", "SR-UPD-MISSING", "SR-TRACE-INDEX"),
          "do the counters go on where they stood?"),
     Rule("optimizer", (_LOAD, *_UPDATES),
-         ("SR-LOAD-OPT", "SR-LOAD-GROUP", "SR-LOAD-CLASS", "SR-UPD-SCALE", "SR-UPD-SKIPPED"),
+         ("SR-LOAD-OPT", "SR-LOAD-GROUP", "SR-LOAD-CLASS", "SR-UPD-SCALE", "SR-UPD-SKIPPED",
+          "SR-UPD-SETTING", "SR-UPD-COUNTER"),
          "is the optimizer the one that was saved?"),
     Rule("randomness", (_LOAD,), ("SR-RNG-",), "do ranks draw alike, and apart, as they did?"),
     Rule("state-coverage", (_LOAD,), ("SR-LOAD-MISSING", "SR-LOAD-UNEXPECTED", "SR-LOAD-SHAPE"),
@@ -79,8 +81,9 @@ RULES: tuple[Rule, ...] = (
     Rule("forward", (_EVAL,), (), "do fixed examples give the same losses and logits?", whole=(_EVAL,)),
     Rule("samples", _UPDATES, ("SR-SAMPLE-", "SR-TRACE-SAMPLES"), "is every sample consumed once, in its own update?"),
     Rule("job", _JOBS, ("SR-JOB-", "SR-TRACE-"), "did the planned job run, on the planned layout?"),
-    Rule("movement", (_UPDATE,), ("SR-UPD-STILL", "SR-UPD-FROZEN-MOVED", "SR-UPD-AVERAGE"),
-         "did every trainable tensor and its average move, and no frozen one?"),
+    Rule("movement", (_UPDATE,), ("SR-UPD-STILL", "SR-UPD-FROZEN-MOVED"),
+         "did every trainable tensor move, and no frozen one?"),
+    Rule("averages", (_WINDOW,), ("SR-UPD-AVERAGE",), "do averages of the model still follow it?"),
     Rule("boundaries", (_WINDOW,), ("SR-UPD-BOUNDARY",), "were logging and evaluation crossed?"),
     Rule("numerics", _UPDATES, (), "do loss, gradient norm and updates stay in their bands?", whole=_UPDATES),
     Rule("conversion", (CONVERT,), (), "does the converted checkpoint hold what the source holds?", whole=(CONVERT,)),
@@ -90,8 +93,8 @@ RULES: tuple[Rule, ...] = (
 
 _CAUSAL = (
     "checkpoint", "source-unchanged", "conversion", "job", "batch", "state-coverage", "state-values", "replicas",
-    "optimizer", "progress", "schedule", "randomness", "forward", "samples", "finite", "movement", "numerics",
-    "boundaries", "control",
+    "optimizer", "progress", "schedule", "randomness", "forward", "samples", "finite", "movement", "averages",
+    "numerics", "boundaries", "control",
 )  # fmt: skip
 """Criteria in causal order: what comes first can cause what comes later."""
 

@@ -115,7 +115,13 @@ def check_end(control: Mapping[str, Any] | None, candidate: Mapping[str, Any] | 
                     hint="gradients are not reduced over every replica, or a replica started from other weights",
                 )
             )
-    broken = sorted(key for key, fact in candidate.get("tensors", {}).items() if fact.get("nonfinite"))
+    before = (control or {}).get("tensors", {})
+    masks = {key: fact["digest"] for key, fact in before.items() if key.startswith("buffer:")}
+    broken = sorted(
+        key
+        for key, fact in candidate.get("tensors", {}).items()
+        if fact.get("nonfinite") and masks.get(key) != fact["digest"]  # a mask of infinities is the control's too
+    )
     if broken:
         problems.append(
             Problem(

@@ -29,7 +29,8 @@ class ObservedUpdate:
     at this update that a loss scaler threw away. `moved` has every parameter's change in the first update of a job,
     `gradients` every gradient's norm there before clipping, `inputs` the rows that the model was given there and the
     sum of their digests, over all replicas. `step_norm` is the norm of the gradient that the step used, after clipping.
-    `seconds` is when it was recorded, counted from the job's header.
+    `autocast` is the type that the forward pass was cast to there. `seconds` is when it was recorded,
+    counted from the job's header.
     """
 
     update: int
@@ -49,6 +50,7 @@ class ObservedUpdate:
     gradients: Mapping[str, float] | None = None
     step_norm: float | None = None
     inputs: tuple[int, int] | None = None
+    autocast: str | None = None
 
     def where(self, **more: Any) -> dict[str, Any]:
         """Returns the place of a finding about this update."""
@@ -129,6 +131,7 @@ def _gather(trace: Trace, index: int, skipped: int) -> ObservedUpdate:
         gradients=next((line.gradients for line in lines if line.gradients is not None), None),
         step_norm=_first(lines, "step_norm"),
         inputs=_inputs(trace, index),
+        autocast=_first(lines, "autocast"),
     )
 
 

@@ -13,7 +13,10 @@ def forget_the_scale() -> None:
     """The gradient scaler starts at its initial scale."""
     import torch
 
-    wrap(torch.amp.GradScaler, "load_state_dict", lambda original, scaler, state: None)
+    def around(original: Any, scaler: Any, state: Any) -> None:
+        """Loads nothing."""
+
+    wrap(torch.amp.GradScaler, "load_state_dict", around)
 
 
 @in_job("scaler-counts", Kind.SCALER, "SR-LOAD-OBJECT")
