@@ -336,7 +336,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         "conversion itself proves (every destination is read back and compared with its source) is not counted here.",
         "Where the source has fp32 masters and the destination no place for them, `--masters params` was given. A",
         "source called `X, as Y` was converted from X to Y by samerun before. Exports (`safetensors`) are read by the",
-        "safetensors library in a process without samerun. torchtitan's checkpoint is loaded by torchtitan's own model,",
+        "safetensors library in a process without samerun. torchtitan's checkpoint is loaded by its own model,",
         "since its optimizer has other names than its weights.",
         "",
         "## From which format into which",
