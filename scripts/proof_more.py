@@ -243,7 +243,7 @@ def prove_more_huggingface(convert: Convert) -> Iterator[Row]:
             folder = Path(scratch)
             control = run_ranks(2, job, folder / "run", None, *rest, timeout=300)[0]["saved"]
             saved = folder / "run" / (f"checkpoint-{hfjob.SAVED}" if rest else "")
-            for between in BETWEEN:
+            for between in (one for one in BETWEEN if wanted(f"{package} {one}")):
                 there, moved = folder / between, folder / f"{between}-moved"
                 layout = {"layout": Layout(dp_shard=2)} if between in ("zero", "universal") else {}
                 row: Row = {"to": "huggingface", "source": f"{package}, 2 ranks, as {between}"}
