@@ -201,6 +201,7 @@ def test_an_average_beside_its_settings_in_one_mapping(tmp_path: Path):
     assert {key for key in report.state.tensors if key.startswith("ema:")} == truth_of("timm.pt").keys()
 
 
+@pytest.mark.framework
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging"])
 def test_what_the_callbacks_of_lightning_save(name: str, tmp_path: Path):
