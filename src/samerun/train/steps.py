@@ -126,12 +126,13 @@ class StepWatch:
 
     def _gradient_norm(self, squared: float) -> float | None:
         """Returns the norm that was told, that which an optimizer tells, or that of the parameters' gradients."""
-        told = [] if self._told_norm is None else [self._told_norm]
-        told += [
-            optimizer.global_grad_norm() for optimizer in self._optimizers if hasattr(optimizer, "global_grad_norm")
-        ]
-        told = [norm for norm in told if norm is not None]
-        return told[0] if told else math.sqrt(squared)
+        if self._told_norm is not None:
+            return self._told_norm
+        for optimizer in self._optimizers:
+            norm = optimizer.global_grad_norm() if hasattr(optimizer, "global_grad_norm") else None
+            if norm is not None or _keeps_gradients(optimizer):
+                return norm
+        return math.sqrt(squared)
 
     def take(self) -> StepFacts:
         """Returns what happened since the last call. Collective whenever norms were measured."""
@@ -149,7 +150,7 @@ class StepWatch:
             deltas = self._norms.norms(squares, self._watched)
             if self._all_next:
                 moved = self._norms.norms(squares, self._norms.names)
-                if not any(getattr(optimizer, "keeps_gradients", False) for optimizer in self._optimizers):
+                if not any(map(_keeps_gradients, self._optimizers)):
                     gradients = self._norms.norms(gradient, self._norms.trainable)
                 self._all_next = False
         else:
@@ -166,3 +167,8 @@ class StepWatch:
         )
         self.reset()
         return facts
+
+
+def _keeps_gradients(optimizer: Any) -> bool:
+    """Whether an optimizer takes the gradients off the parameters, so that nothing can be measured there."""
+    return bool(getattr(optimizer, "keeps_gradients", False))
