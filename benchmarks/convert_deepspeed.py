@@ -4,8 +4,8 @@ python benchmarks/convert_deepspeed.py --parameters 110 --work /tmp/bench
 
 Needs DeepSpeed. A real job of several gloo processes trains a model of so many millions of parameters for one update in
 bf16 with AdamW and saves it at ZeRO 2 and 3. Every row is a process of its own; see `convert.py` for what is measured.
-The tools' import is measured apart and taken off their time; samerun's own start stays in. `written` is everything
-that was written to disk on the way, as a multiple of the result.
+The tools' import is measured apart and taken off their time; samerun's own start stays in. The last ratio is of whole
+processes, import and all. `written` is everything that was written to disk on the way, as a multiple of the result.
 """
 
 from __future__ import annotations
@@ -72,17 +72,21 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="an empty directory with ten times that space")
     parser.add_argument("--repeat", type=int, default=1)
     args = parser.parse_args()
-    print(f"{'work':<22}{'samerun':>30} | {'cp':>6} | {'tool without import':>30} | {'x tool':>6} {'x cp':>6}")
+    print(
+        f"{'work':<22}{'samerun':>30} | {'cp':>6} | {'tool without import':>30} | "
+        f"{'x tool':>6} {'x cp':>6} {'x whole tool':>12}"
+    )
     print(f"{'':<22}{'CPU s   wall    MB  written':>30} | {'CPU s':>6} | {'CPU s   wall    MB  written':>30} |")
     for stage in (2, 3):
         folder = args.work / f"zero{stage}"
         layers = max(1, round(args.parameters * 1e6 / WIDTH**2))
         remove(folder)
+        print(f"making {folder}", file=sys.stderr)
         script = JOB.format(ranks=args.ranks, stage=stage, layers=layers, width=WIDTH, dest=str(folder))
         run(sys.executable, "-c", script)
         measure(f"ZeRO {stage} -> universal", folder, args, ("--to", "universal"), UNIVERSAL)
         if stage == 3:
-            fp32 = ("--to", "safetensors", "--max-shard", "1TB")
+            fp32 = ("--to", "torch", "--weights-only", "--masters", "params")
             measure("ZeRO 3 -> one fp32 file", folder, args, fp32, TO_FP32)
         shutil.rmtree(folder)
 
@@ -99,6 +103,7 @@ def measure(name: str, folder: Path, args: argparse.Namespace, options: tuple[st
         mine.append(convert(tag, dest, *options))
         my_size = size_of(dest)
         remove(dest)
+        remove(dest.with_name("dest.samerun-proof.json"))
         filled = [part.format(tag=tag, folder=folder, dest=dest) for part in tool]
         theirs.append(run(sys.executable, *filled))
         their_size = size_of(dest)
@@ -107,7 +112,8 @@ def measure(name: str, folder: Path, args: argparse.Namespace, options: tuple[st
     other_cpu = other.cpu - importing
     print(
         f"{name:<22}{_columns(own.cpu, own, my_size)} | {copy.cpu:>6.2f} | {_columns(other_cpu, other, their_size)} | "
-        f"{own.cpu / other_cpu:>6.2f} {own.cpu / copy.cpu:>6.2f}   ({my_size:.2f} GB, the tool's {their_size:.2f})",
+        f"{own.cpu / other_cpu:>6.2f} {own.cpu / copy.cpu:>6.2f} {own.cpu / other.cpu:>12.2f}   "
+        f"({my_size:.2f} GB, the tool's {their_size:.2f})",
         flush=True,
     )
 

@@ -33,7 +33,7 @@ FAILURES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ("stale files of a save with more ranks", "FILE-STALE RANK-STALE ZERO-STALE UNI-STALE"),
     )),
     ("Files", "D", (
-        ("bit flip, zeroed payload", "FILE-CRC PKL-CRC"),
+        ("bit flip, zeroed payload", "FILE-CRC PKL-CRC PROOF-VALUE SIDECAR-VALUE"),
         ("an asynchronous save wrote layers of two steps", "CNT-STEPS ZERO-MASTER AGAINST-PARTLY SIDECAR-VALUE"),
         ("every save after the first wrote the first save's tensors", "AGAINST-STUCK CNT-DIRECTORY"),
         ("crash while a directory was overwritten: one file of an older step", "FILE-GENERATION SIDECAR-FILE"),
@@ -105,7 +105,7 @@ FAILURES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("RNG", "I", (
         ("not saved; files for N ranks, others wanted", "RNG-MISSING RNG-RANKS TO-RNG"),
         ("rank 0's stream for all", "RNG-SHARED"),
-        ("one rank's file lost", "RNG-LOST"),
+        ("one rank's file lost, the last one included where anything shows it", "RNG-LOST"),
     )),
     ("dtype and masters", "D", (
         ("weights are not what masters round to", "ZERO-MASTER MEG-MASTER"),
@@ -146,7 +146,7 @@ FAILURES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ("EMA absent although the run had one", "EMA-MISSING"),
         ("EMA of another shape or other names", "EMA-SHAPE EMA-NAMES"),
         ("EMA saved as a list, which may not fit", "EMA-UNMATCHED EMA-ORDER"),
-        ("state_dict is the average", "PL-AVERAGE"),
+        ("state_dict is the average", "PL-AVERAGE EMA-SWAPPED"),
     )),
     ("Scaler and EMA", "D", (("EMA saved as the model, or the model as the EMA", "EMA-SAME"),)),
 )  # fmt: skip

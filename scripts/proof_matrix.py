@@ -1,12 +1,14 @@
 """Which converted checkpoints a real framework loaded, and how much of them was equal: docs/proofs.md, blanks included.
 
-    SAMERUN_CORPUS=... PYTHONPATH=src:tests python scripts/proof_matrix.py dcp torch      # where torch is
-    SAMERUN_CORPUS=... PYTHONPATH=src:tests python scripts/proof_matrix.py deepspeed      # where DeepSpeed is
-    SAMERUN_CORPUS=... PYTHONPATH=src:tests python scripts/proof_matrix.py megatron       # where megatron-core is
-    PYTHONPATH=src:tests python scripts/proof_matrix.py huggingface                       # where transformers is
+    SAMERUN_CORPUS=... python scripts/proof_matrix.py dcp torch safetensors         # where torch is
+    SAMERUN_CORPUS=... python scripts/proof_matrix.py deepspeed into-deepspeed      # where DeepSpeed is
+    SAMERUN_CORPUS=... python scripts/proof_matrix.py megatron mapped-megatron      # where megatron-core is
+    SAMERUN_CORPUS=... python scripts/proof_matrix.py torchtitan                    # where torchtitan is
+    python scripts/proof_matrix.py huggingface more-huggingface                     # where transformers is
     python scripts/proof_matrix.py page
 
-`--missing` leaves out sources of which something is known already.
+`--missing` leaves out sources of which something is known already; `--only=TEXT` takes what has TEXT in its source, in
+`into-deepspeed` in "source destination stage".
 
 Each part converts checkpoints of the collection, has the framework load them at other degrees, and writes what it
 found into docs/proofs.json; rows of other parts stay. The page is made from that file alone: nothing is filled in by
@@ -22,12 +24,15 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 TOP = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TOP / "src"), str(TOP / "tests"), str(TOP / "scripts")]
+
+import proof_more  # noqa: E402
+import proof_titan  # noqa: E402
 
 from samerun.errors import SamerunError, UndecidedError  # noqa: E402
 from samerun.formats.detect import FORMATS, open_checkpoint  # noqa: E402
@@ -47,6 +52,8 @@ SOURCES = (
     "megatron/td016_dpr_tp1pp1dp2", "megatron/td016_fr_tp2pp2dp1", "megatron/td016_moe_fr_ep2",
     "megatron/td013_fsms_tp2pp2dp1", "megatron/lg016_dist_tp1pp1dp2", "megatron/lg016_moe_dist_ep2",
 )  # fmt: skip
+EXPORTED = ("torch/dcp_fsdp2_ws3", "deepspeed/z2_fp32_untied_ws3")
+SCRATCH = tempfile.TemporaryDirectory()
 LAYOUTS = (
     "dp_shard=1", "dp_shard=2", "dp_shard=3", "dp_shard=4", "dp_replicate=2,dp_shard=2", "dp_shard=2,tp=2",
     "dp_shard=8", "dp_replicate=2,dp_shard=2,tp=2",
@@ -54,30 +61,40 @@ LAYOUTS = (
 
 
 def find_sources() -> Iterator[tuple[str, Path]]:
-    """Yields the names and places of the sources that are here."""
+    """Yields the names and places of the sources that are here, and of some that are converted first."""
     for name in SOURCES if CORPUS is not None else ():
         if (CORPUS or Path()).joinpath(name).exists():
             yield name, (CORPUS or Path()) / name
+    for name in EXPORTED if CORPUS is not None else ():
+        if not (dest := Path(SCRATCH.name) / name).exists():
+            dest.parent.mkdir(parents=True, exist_ok=True)
+            convert_all_allowed((CORPUS or Path()) / name, dest, "safetensors", masters=None)
+        yield f"{name}, as safetensors", dest
 
 
-def convert_all_allowed(source: Path, dest: Path, to: str, **options: Any) -> tuple[str, list[str]]:
+def convert_all_allowed(
+    source: Path, dest: Path, to: str, *, masters: str | None = "params", names: str | None = None, **options: Any
+) -> tuple[str, list[str]]:
     """Converts as a user would who allows whatever blocks; returns the source's format and the decisions' codes."""
     from samerun.convert.convert import carry_out
     from samerun.convert.prepare import prepare
+    from samerun.formats.mapfile import read_name_map
+    from samerun.formats.mapped import MappedCheckpoint
 
     allowed: set[str] = set()
     checkpoint = open_checkpoint(source)
+    mapped = checkpoint if names is None else MappedCheckpoint(checkpoint, read_name_map(names, checkpoint.state))
     try:
         while True:
             try:
-                prepared = prepare(checkpoint, dest, to=to, allow=allowed, **options)
+                prepared = prepare(mapped, dest, to=to, allow=allowed, original=checkpoint, **options)
             except UndecidedError as error:
                 codes = {problem.code for problem in error.problems if problem.severity == "error"}
                 if codes <= allowed:
                     raise
                 allowed |= codes
-                if "SR-WRITE-MASTERS" in codes:
-                    options["masters"] = "params"
+                if "SR-WRITE-MASTERS" in codes and masters is not None:
+                    options["masters"] = masters
                 continue
             carry_out(prepared)
             return checkpoint.state.format, sorted(allowed)
@@ -126,6 +143,8 @@ def prove_with_torch(to: str) -> Iterator[dict[str, Any]]:
     from support.gloo import run_ranks
 
     for name, path in find_sources():
+        if name == proof_titan.SOURCE or not proof_more.wanted(name):  # torchtitan: only its own model fits
+            continue
         with tempfile.TemporaryDirectory() as scratch:
             dest = Path(scratch) / "moved"
             known = {row.get("layout") for row in read_rows() if (row["to"], row["source"]) == (to, name)}
@@ -170,15 +189,20 @@ def prove_with_deepspeed() -> Iterator[dict[str, Any]]:
     from support.dsjob import RESTORE_MODEL, RESTORE_STAGE3, Job
 
     def trained(folder: Path) -> Iterator[tuple[str, Path, dict[str, Any], tuple[int, ...]]]:
-        truth = plainjob.make_source(Job(3), 3, folder / "fsdp2")
-        for saved in ("dcp", "run.pt"):
-            yield "torch, FSDP2, 3 ranks", folder / "fsdp2" / saved, truth, (1, 2, 3)
+        if proof_more.wanted(name := "torch, FSDP2, 3 ranks"):
+            truth = plainjob.make_source(Job(3), 3, folder / "fsdp2")
+            for saved in ("dcp", "run.pt"):
+                yield name, folder / "fsdp2" / saved, truth, (1, 2, 3)
         one, three, offload = (folder / name for name in ("one", "three", "offload"))
-        yield "DeepSpeed, stage 3, 3 ranks", three, dsjob.make_source(Job(3), 3, three), (1, 3)
-        if "--missing" not in sys.argv:
-            yield "DeepSpeed, stage 1, 1 rank", one, dsjob.make_source(Job(1), 1, one), (1, 2)
-        truth = dsjob.make_source(Job(2, offload=True), 3, offload)
-        yield "DeepSpeed, stage 2, CPUAdam, 3 ranks", offload, truth, (2,)
+        if proof_more.wanted(name := "DeepSpeed, stage 3, 3 ranks"):
+            yield name, three, dsjob.make_source(Job(3), 3, three), (1, 3)
+        if proof_more.wanted(name := "DeepSpeed, stage 1, 1 rank") and "--missing" not in sys.argv:
+            yield name, one, dsjob.make_source(Job(1), 1, one), (1, 2)
+        if proof_more.wanted(name := "DeepSpeed, stage 2, CPUAdam, 3 ranks"):
+            from deepspeed.ops.op_builder import CPUAdamBuilder
+
+            CPUAdamBuilder().load(verbose=False)  # compiled once, before ranks are forked that would all do it
+            yield name, offload, dsjob.make_source(Job(2, offload=True), 3, offload), (2,)
 
     with tempfile.TemporaryDirectory() as scratch:
         for source, path, truth, stages in trained(Path(scratch)):
@@ -359,7 +383,12 @@ def _counts(rows: list[dict[str, Any]]) -> str:
     return f"{total or ''} | {text} | {decisions}"
 
 
-PARTS = {
+PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+    "safetensors": lambda: proof_more.prove_exports(find_sources(), convert_all_allowed),
+    "into-deepspeed": lambda: proof_more.prove_into_deepspeed(find_sources(), convert_all_allowed),
+    "mapped-megatron": lambda: proof_more.prove_mapped_megatron(convert_all_allowed),
+    "torchtitan": lambda: proof_titan.prove_with_torchtitan(find_sources(), convert_all_allowed),
+    "more-huggingface": lambda: proof_more.prove_more_huggingface(convert_all_allowed),
     "dcp": lambda: prove_with_torch("dcp"),
     "torch": lambda: prove_with_torch("torch"),
     "deepspeed": prove_with_deepspeed,

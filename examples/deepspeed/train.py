@@ -143,6 +143,7 @@ def main() -> None:
             state: dict[str, Any] = {"sampler": sampler.state_dict()}  # samerun
             engine.save_checkpoint(args.save_dir, client_state=state)
     recorder.close()  # samerun
+    dist.barrier()  # no rank leaves while another's last collective is still under way
     dist.destroy_process_group()
 
 

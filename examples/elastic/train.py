@@ -178,4 +178,5 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 
 if __name__ == "__main__":
     main()
+    dist.barrier()  # no rank leaves while another's last collective is still under way
     dist.destroy_process_group()

@@ -176,6 +176,7 @@ def main() -> None:
         if args.save_dir and done == args.steps and recorder.may_save:  # samerun: may_save
             dcp.save(state(), checkpoint_id=args.save_dir)
     recorder.close()  # samerun
+    dist.barrier()  # no rank leaves while another's last collective is still under way
     dist.destroy_process_group()
 
 

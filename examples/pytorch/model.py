@@ -34,6 +34,7 @@ class GPTConfig:
 SIZES = {
     "small": GPTConfig(),
     "tiny": GPTConfig(layers=2, dim=40, hidden=106, block=32),
+    "slim": GPTConfig(layers=5, dim=24, heads=2, hidden=70, block=24, rope_base=500.0, norm_eps=1e-6, tied=False),
 }
 
 
@@ -86,7 +87,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Maps token ids `(batch, length)` to float32 logits `(batch * length, NUM_TOKENS)`, one row per position."""
+    """Maps token ids `(batch, length)` to logits `(batch * length, NUM_TOKENS)` in float32 at least."""
 
     rope: Tensor
 
@@ -114,7 +115,7 @@ class GPT(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.rope)
-        return self.head(self.norm(x)).flatten(0, 1).float() + self.prior
+        return widen(self.head(self.norm(x)).flatten(0, 1)) + self.prior
 
 
 def initialize(model: GPT, log_frequencies: Tensor, seed: int) -> None:
@@ -136,6 +137,11 @@ def initialize(model: GPT, log_frequencies: Tensor, seed: int) -> None:
         model.prior.copy_(log_frequencies)
 
 
+def widen(x: Tensor) -> Tensor:
+    """Returns `x` in float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def rotary_table(config: GPTConfig) -> Tensor:
     """Returns cosines and sines `(block, head_dim / 2, 2)` of the rotary position angles, in float32."""
     half = config.dim // config.heads // 2
@@ -147,5 +153,5 @@ def rotary_table(config: GPTConfig) -> Tensor:
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Rotates pairs (i, i + half) of the last dimension of `x` `(batch, heads, length, head_dim)`."""
     cosine, sine = rope.unbind(-1)
-    left, right = x.float().chunk(2, dim=-1)
+    left, right = widen(x).chunk(2, dim=-1)
     return torch.cat((left * cosine - right * sine, left * sine + right * cosine), dim=-1).type_as(x)

@@ -54,7 +54,7 @@ def parallelize(model: GPT, mesh: DeviceMesh, precision: str) -> None:
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
         if precision == "mixed"
-        else MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        else MixedPrecisionPolicy(reduce_dtype=None if precision == "float64" else torch.float32)
     )
     for block in model.blocks:
         fully_shard(block, mesh=data_mesh, mp_policy=policy)

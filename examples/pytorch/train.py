@@ -34,7 +34,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", default="dp_shard=1", help="such as dp_shard=4 or tp=2,dp_shard=2")
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--precision", choices=["float32", "mixed", "bfloat16"], default="float32")
+    parser.add_argument("--precision", choices=["float32", "mixed", "bfloat16", "float64"], default="float32")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--global-batch", type=int, default=32, help="samples per update, over all ranks and passes")
     parser.add_argument("--max-microbatch", type=int, default=4, help="most samples that one rank runs at once")
@@ -43,6 +43,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--clip", type=float, default=1.0)
+    parser.add_argument("--ema", type=float, default=0.0, help="decay of an average of the model; 0 keeps none")
+    parser.add_argument("--loss-scale", type=float, default=0.0, help="where a gradient scaler begins; 0 uses none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-dir", type=Path)
     parser.add_argument("--save-at", type=int, nargs="*", default=[], help="updates to save after, beside the last")
@@ -82,6 +84,14 @@ def loss_sum(model: GPT, batch: Batch, device: str) -> torch.Tensor:
 
 
 @torch.no_grad()
+def follow(average: dict[str, torch.Tensor], model: GPT, decay: float) -> None:
+    """Moves the average of the trained parameters a step towards them, each rank its own shards."""
+    for name, parameter in model.named_parameters():
+        if name in average:
+            average[name].mul_(decay).add_(parameter, alpha=1 - decay)
+
+
+@torch.no_grad()
 def evaluate(model: GPT, batch: Batch, device: str) -> dict[str, torch.Tensor]:
     """Returns each example's mean loss and its logits. Every rank evaluates the same examples."""
     was_training = model.training
@@ -102,6 +112,8 @@ class Run:
     optimizer: torch.optim.Optimizer
     scheduler: LambdaLR
     sampler: ElasticSampler
+    scaler: torch.amp.GradScaler
+    average: dict[str, torch.Tensor]  # empty: none is kept
     progress: dict[str, int]
     settings: dict[str, Any]  # what the run would silently turn into another one without
     replica: int
@@ -117,6 +129,8 @@ class Run:
             "progress": self.progress,
             "config": dataclasses.asdict(self.model.config),
             "settings": self.settings,
+            **({"scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {}),
+            **({"ema": self.average} if self.average else {}),
             "rng": {str(self.replica): torch.cuda.get_rng_state() if self.device == "cuda" else torch.get_rng_state()},
         }
 
@@ -140,6 +154,8 @@ class Run:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.sampler.load_state_dict(state["sampler"])  # samerun
+        if "scaler" in state:  # the average was loaded in place
+            self.scaler.load_state_dict(state["scaler"])
         if has_rng:
             set_rng = torch.cuda.set_rng_state if self.device == "cuda" else torch.set_rng_state
             set_rng(state["rng"][str(self.replica)])
@@ -161,7 +177,7 @@ def main() -> None:
     text, fixed_examples = load_text(config.block, args.size)
     model = GPT(config)
     initialize(model, text.log_frequencies(), args.seed)
-    model.to(args.device, torch.bfloat16 if args.precision == "bfloat16" else None)
+    model.to(args.device, {"bfloat16": torch.bfloat16, "float64": torch.float64}.get(args.precision))
     parallelize(model, mesh, args.precision)
     optimizer = make_optimizer(model, args.lr)
     scheduler = make_scheduler(optimizer, args.warmup, args.schedule_updates)
@@ -180,17 +196,23 @@ def main() -> None:
         num_workers=args.workers,
         generator=torch.Generator(),  # else every new iterator, so every resume, draws from dropout's stream
     )
+    scaler = torch.amp.GradScaler(
+        args.device, init_scale=args.loss_scale or 1.0, growth_interval=5, enabled=args.loss_scale > 0
+    )
+    average = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad and args.ema}
     mean = ContributionMean(mesh["dp_replicate", "dp_shard"], replicas=replicas, reduction="sum")  # samerun
 
     torch.manual_seed(args.seed + 1 + replica)  # for dropout: replicas differ, ranks of one replica agree
-    settings = {name: getattr(args, name) for name in ("schedule_updates", "warmup", "lr", "clip", "seed")}
+    settings = {name: getattr(args, name) for name in ("schedule_updates", "warmup", "lr", "clip", "ema", "seed")}
     settings["text"] = text.fingerprint
     progress = {"update": 0, "samples": 0, "tokens": 0, "epoch": 0}
-    run = Run(model, optimizer, scheduler, sampler, progress, settings, replica, args.device)
+    run = Run(model, optimizer, scheduler, sampler, scaler, average, progress, settings, replica, args.device)
     recorder.attach(  # samerun
         model,
         optimizer,
         scheduler=scheduler,
+        scaler=scaler if scaler.is_enabled() else None,
+        average=average or None,
         sampler=sampler,
         layout=layout,
         objects={"progress": progress, "settings": settings},
@@ -208,10 +230,13 @@ def main() -> None:
         tokens = sum(batch.valid_tokens for batch in batches)
         mean.start(tokens, passes=update.passes)
         for batch in batches:
-            mean.backward(loss_sum(model, batch, args.device))
+            scaler.scale(mean.scaled(loss_sum(model, batch, args.device))).backward()
+        scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip).full_tensor()
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         scheduler.step()
+        follow(average, model, args.ema)
         optimizer.zero_grad()
         loss = mean.loss()
         done = sampler.commit(tokens=mean.total)  # samerun: these samples are done; whatever was read ahead is not
@@ -242,6 +267,7 @@ def main() -> None:
             recorder.boundary("save", done.update)  # samerun
 
     recorder.close()  # samerun
+    dist.barrier()  # no rank leaves while another's last collective is still under way
     dist.destroy_process_group()
 
 

@@ -36,7 +36,8 @@ class Problem:
 
     `where` names the place with the keys `tensor`, `file`, `rank`, `key`, `line`, `stage`, `update` as they apply.
     `expected` and `found` are the two values that disagree, when there are two. `follows_from` is the code of another
-    finding that explains this one: what is lost with a missing file, for instance.
+    finding that explains this one: what is lost with a missing file, for instance. `kind` is the kind of failure that
+    the evidence points to, where it tells more than the code does (`samerun.verify.kinds`).
     """
 
     code: str
@@ -47,6 +48,7 @@ class Problem:
     expected: Any = None
     found: Any = None
     follows_from: str | None = None
+    kind: str | None = None
 
     def __post_init__(self) -> None:
         if not self.code.startswith("SR-") or self.code != self.code.upper():
@@ -66,6 +68,8 @@ class Problem:
             body["found"] = self.found
         if self.follows_from is not None:
             body["follows_from"] = self.follows_from
+        if self.kind is not None:
+            body["kind"] = self.kind
         return body
 
     def __str__(self) -> str:

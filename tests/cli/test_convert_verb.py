@@ -42,6 +42,19 @@ def test_the_document_of_a_conversion(source: Path, tmp_path: Path) -> None:
     assert json.loads(Path(body["proof"]).read_text())["state"] == body["state"]
 
 
+@pytest.mark.parametrize(("options", "schema"), [([], "convert"), (["--dry-run"], "convert-plan")])
+def test_what_findings_stopped_is_a_document_too(options: list[str], schema: str, tmp_path: Path) -> None:
+    masters = Path(__file__).parents[1] / "golden" / "deepspeed" / "z3_sub_bf16"
+    code, out = run(masters, tmp_path / "dest", "--to", "torch", "--json", *options)
+    body = json.loads(out)
+    assert code == 1
+    assert body["schema"] == f"samerun/{schema}/1"
+    assert [problem["code"] for problem in body["problems"]] == ["SR-WRITE-MASTERS"]
+    assert (body["dest"], body["proof"], body["bytes_written"]) == (str(tmp_path / "dest"), None, 0)
+    assert run(masters, tmp_path / "dest", "--to", "nothing", "--json") == (2, "")  # a usage error is a message
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
     code, out = run(source, tmp_path / "dest", "--to", "safetensors", "--dry-run", "--json")
     body = json.loads(out)

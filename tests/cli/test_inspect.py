@@ -131,7 +131,7 @@ def test_without_checksums_it_is_said_why(tmp_path: Path):
         found = sums(tmp_path / name)
         assert (found.fingerprint, found.why) == (None, "these files record no checksum")
         deep = run("inspect", tmp_path / name, "--deep").stdout
-        assert "no fingerprint: these files record no checksum; every byte read, nothing recorded to compare" in deep
+        assert "no fingerprint: these files record no checksum; every byte read, no checksum recorded" in deep
         assert "intact     undecided  these files record nothing that bytes could be compared with" in deep
 
 
@@ -141,6 +141,17 @@ def test_what_keeps_intact_open_is_said():
     assert "intact     undecided  only 60 of 80 payloads have a checksum; those agree" in some
     several = run("inspect", golden / "fsdp1-orig" / "local", "--deep").stdout
     assert "intact     undecided  every checksum agrees; nothing shows that all files are of one save" in several
+
+
+def test_groups_that_went_with_a_file_are_not_described(saved: Path, tmp_path: Path):
+    """A half-copied directory: metadata is there, the file that holds the groups' settings is cut off."""
+    assert " parameters, lr" in run("inspect", saved).stdout
+    folder = Path(shutil.copytree(saved, tmp_path / "step-3"))
+    with open(folder / "__0_0.distcp", "r+b") as file:
+        file.truncate(300)
+    told = run("inspect", folder).stdout
+    assert "groups     not readable, because of SR-FILE-TRUNCATED" in told
+    assert "lr None" not in told
 
 
 def test_exit_codes(saved: Path, tmp_path: Path):
@@ -174,7 +185,7 @@ def test_many_findings_of_a_kind_are_condensed_in_text_only(saved: Path, tmp_pat
     assert sum(problem["code"] == "SR-PKL-ZIP" for problem in listed) > 5
     text = run("inspect", damaged).stdout
     assert "more of these" in text
-    assert text.count("SR-PKL-ZIP") == 5  # three of them, how many more, and what follows from them
+    assert text.count("SR-PKL-ZIP") == 6  # three, how many more, what follows from them, and why there are no groups
 
 
 def test_no_framework_is_imported(saved: Path):

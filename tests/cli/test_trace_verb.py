@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from samerun.cli.trace import command
 from samerun.errors import UsageError
 from samerun.trace import TraceWriter
+from support.traces import empty_state
 
 
 def write(directory: Path, num_updates: int, *, last_loss: float = 1.0) -> Path:
@@ -30,7 +31,7 @@ def write(directory: Path, num_updates: int, *, last_loss: float = 1.0) -> Path:
                 "environment": {},
             },
         )
-        writer.write("state", {"when": "loaded", "update": 0, "state": "00ff00ff00ff00ff"})
+        writer.write("state", empty_state(0, state="00ff00ff00ff00ff"))
         unchanged = {"state_unchanged": True, "rng_unchanged": True, "changed": []}
         writer.write("eval", {"update": 0, "num_examples": 2, "losses": [1.0, 2.0], "logits": None, **unchanged})
         for index in range(1, num_updates + 1):

@@ -9,10 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samerun.core.dtype import DTYPES
 from samerun.core.links import Link, compose, whole
 from samerun.core.mapparse import STEPS, MapSyntaxError, parse_map, parse_settings
-from samerun.core.mapsteps import Concat, FuseQKV, Resize, Split, SplitQKV, Stack, Step, Transpose, Unstack
+from samerun.core.mapsteps import (
+    Concat,
+    FuseQKV,
+    Resize,
+    RotaryHalves,
+    RotaryPairs,
+    Split,
+    SplitQKV,
+    Stack,
+    Step,
+    Transpose,
+    Unstack,
+)
 from samerun.core.namemap import NameMap, Pattern, Rule
+from samerun.core.state import LogicalState, ParamGroup, TensorEntry, TensorKey, Tiling
 
 Arrays = list[np.ndarray[Any, Any]]
 
@@ -49,6 +63,12 @@ def qkv(fused: np.ndarray[Any, Any], heads: int, groups: int) -> Arrays:
     return [parts[:, :-2].reshape(-1, *tails), parts[:, -2].reshape(-1, *tails), parts[:, -1].reshape(-1, *tails)]
 
 
+def halves(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Pairs of rows as halves of a head, by reshaping, as Hugging Face's converter does."""
+    tails = rows.shape[1:]
+    return rows.reshape(heads, rows.shape[0] // heads // 2, 2, *tails).swapaxes(1, 2).reshape(rows.shape)
+
+
 CASES: list[tuple[Step, Arrays, Any]] = [
     (Split(0, parts=3), numbered((6, 5)), lambda a: np.split(a[0], 3)),
     (Split(-1, sizes=(1, 4)), numbered((2, 5)), lambda a: [a[0][:, :1], a[0][:, 1:]]),
@@ -59,6 +79,10 @@ CASES: list[tuple[Step, Arrays, Any]] = [
     (Transpose(), numbered((7,)), lambda a: a),
     (SplitQKV(6, 2), numbered((30, 4)), lambda a: qkv(a[0], 6, 2)),
     (SplitQKV(4, 4), numbered((36,)), lambda a: qkv(a[0], 4, 4)),
+    (RotaryHalves((3,)), numbered((12, 5)), lambda a: [halves(a[0], 3)]),
+    (RotaryHalves((2,)), numbered((12,)), lambda a: [halves(a[0], 2)]),
+    (RotaryPairs((2,)), numbered((12, 1)), lambda a: [a[0][[0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]]]),
+    (RotaryHalves((2, 1, 0)), numbered((8, 3), (4, 3), (5, 3)), lambda a: [halves(a[0], 2), halves(a[1], 1), a[2]]),
     (Resize(0, 5, 8), numbered((5, 2)), lambda a: [np.concatenate([a[0], np.full((3, 2), -1)])]),
     (Resize(1, 5, 3), numbered((2, 5)), lambda a: [a[0][:, :3]]),
     (Unstack("i"), numbered((3, 2, 4)), lambda a: list(a[0])),
@@ -122,6 +146,9 @@ def test_a_tensor_is_itself() -> None:
         (SplitQKV(4, 2), [(9, 2)], "of a tensor of shape"),
         (FuseQKV(4, 2), [(8, 2), (4, 2)], "not 2 tensors"),
         (FuseQKV(4, 2), [(8, 2), (8, 2), (8, 2)], "expected"),
+        (RotaryHalves((5,)), [(12, 2)], "rotary rows of 5 heads"),
+        (RotaryHalves((12,)), [(12, 2)], "rotary rows of 12 heads"),
+        (RotaryPairs((2, 2)), [(12, 2)], "of 2 tensors, not 1"),
         (Resize(0, 5, 8), [(6, 2)], "from 5, and it is 6"),
         (Unstack("i"), [()], "without axes"),
         (Stack("i"), [(2,), (3,)], "stack of tensors"),
@@ -179,6 +206,7 @@ def test_the_written_form_reads_every_step() -> None:
         {"split": {"parts": 2}}, {"concat": {"axis": 1, "sizes": [1, "heads"]}}, "transpose", {"transpose": [1, 0, 2]},
         {"split-qkv": {"heads": "heads", "groups": 2}}, {"fuse-qkv": {"heads": 4, "groups": 2}}, {"stack": "{i}"},
         {"unstack": {"over": "j", "start": 1}}, {"resize": {"before": 5, "after": 8}},
+        {"rotary-halves": {"heads": "heads"}}, {"rotary-pairs": {"heads": ["heads", 2, 0]}},
     ]  # fmt: skip
     assert {next(iter(step)) if isinstance(step, dict) else step for step in steps} == set(STEPS)
     document = {"samerun-map": 1, "rules": [{"from": "x.{i}", "to": "y.{j}", "do": steps}]}
@@ -187,7 +215,7 @@ def test_the_written_form_reads_every_step() -> None:
         (Pattern("x.{i}"),),
         (Pattern("y.{j}"),),
         (Split(0, 2), Concat(1, None, (1, 4)), Transpose(), Transpose((1, 0, 2)), SplitQKV(4, 2), FuseQKV(4, 2),
-         Stack("i"), Unstack("j", 1), Resize(0, 5, 8)),
+         Stack("i"), Unstack("j", 1), Resize(0, 5, 8), RotaryHalves((4,)), RotaryPairs((4, 2, 0))),
     )  # fmt: skip
 
 
@@ -199,16 +227,54 @@ def test_everything_that_is_wrong_with_a_document_is_listed() -> None:
         {"from": ["a", "b"], "to": "c"},
         {"drop": "x", "optional": 1},
         "names",
+        {"from": "a", "to": "b", "roles": ["optim", "weights"]},
     ]
     with pytest.raises(MapSyntaxError) as caught:
         parse_map({"samerun-map": 2, "rules": rules, "other": 1}, {})
     text = str(caught.value)
     for part in ("samerun-map is 2", "unknown: other", "rule 1: a rule has from and to", "rule 2: unknown step 'splat'",
                  "rule 2: split-qkv: settings are groups, heads; check groups", "check after", "rule 3: from is a name",
-                 "rule 4: a, b: 2 names become 1", "rule 5: optional", "rule 6: 'names' is no rule"):  # fmt: skip
+                 "rule 4: a, b: 2 names become 1", "rule 5: optional", "rule 6: 'names' is no rule",
+                 "rule 7: roles are param, buffer, optim, master, ema, not 'weights'"):  # fmt: skip
         assert part in text, part
     for nothing in ([], {}, {"a": 1}, 3):
         with pytest.raises(MapSyntaxError, match="a name map is"):
             parse_map(nothing, {})
     with pytest.raises(MapSyntaxError, match=r"settings\.x: True"):
         parse_settings({"samerun-map": 1, "settings": {"x": True, "y": [1]}})
+
+
+def test_rules_of_some_roles_and_groups_by_the_optimizer_s_names() -> None:
+    """A model saved apart whose optimizer saw one fused tensor: torchtitan's."""
+    document = {
+        "samerun-map": 1,
+        "rules": [
+            {"from": "qkv", "to": ["q", "k", "v"], "do": [{"split": {"sizes": [4, 2, 2]}}], "roles": ["optim"]},
+            {"from": "wq", "to": "q"}, {"from": "wk", "to": "k"}, {"from": "wv", "to": "v"},
+        ],
+    }  # fmt: skip
+    shapes = {"param:wq": (4, 3), "param:wk": (2, 3), "param:wv": (2, 3), "optim.m:qkv": (8, 3), "optim.step:qkv": ()}
+    state = state_of(shapes, ("qkv",))
+    there = parse_map(document, {}).apply(state)
+    assert not there.problems
+    assert {str(tensor.key): tensor.shape for tensor in there.tensors} == {
+        **{f"param:{name}": (rows, 3) for name, rows in (("q", 4), ("k", 2), ("v", 2))},
+        **{f"optim.m:{name}": (rows, 3) for name, rows in (("q", 4), ("k", 2), ("v", 2))},
+        **{f"optim.step:{name}": () for name in "qkv"},
+    }
+    assert there.names["qkv"] == ("q", "k", "v")
+    back = (
+        parse_map(document, {})
+        .inverse()
+        .apply(state_of({str(tensor.key): tensor.shape for tensor in there.tensors}, ("q", "k", "v")))
+    )
+    assert {str(tensor.key): tensor.shape for tensor in back.tensors} == shapes
+    assert [back.names[name] for name in "qkv"] == [("qkv",)] * 3  # not wq, wk, wv: the optimizer has no such names
+
+
+def state_of(shapes: dict[str, tuple[int, ...]], params: tuple[str, ...]) -> LogicalState:
+    entries = {
+        text: TensorEntry(key := TensorKey.parse(text), shape, DTYPES["float32"], Tiling.whole(shape), key.fqn)
+        for text, shape in shapes.items()
+    }
+    return LogicalState(format="x", tensors=entries, groups=(ParamGroup(params, {}),))

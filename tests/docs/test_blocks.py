@@ -16,6 +16,7 @@ from ruamel.yaml import YAML
 from samerun.core.mapparse import parse_map
 from samerun.manifest.read import parse_document
 from support.blocks import KINDS, Block, read_blocks
+from support.manifests import COMPLETE, to_yaml
 from support.pages import names_for
 from support.runs import unpack_run
 
@@ -30,8 +31,15 @@ MOST_SKIPPED = 15
 
 def of_kind(kind: str) -> list[Any]:
     return [
-        pytest.param(block, id=str(block)) for block in BLOCKS if block.kind == kind and "skip" not in block.directive
+        pytest.param(block, id=str(block), marks=[pytest.mark.framework] if needs_framework(block) else [])
+        for block in BLOCKS
+        if block.kind == kind and "skip" not in block.directive
     ]
+
+
+def needs_framework(block: Block) -> bool:
+    """Says whether a block needs a package that the development environment has not."""
+    return "needs" in block.directive or block.directive.get("setup", "trainer") != "trainer"
 
 
 @pytest.fixture(scope="session")
@@ -103,6 +111,9 @@ def test_manifests_and_name_maps_are_valid(block: Block) -> None:
     document = YAML(typ="safe", pure=True).load(block.text)
     if "samerun" in document:
         assert parse_document(block.text, str(block)).problems == ()
+    elif set(document) <= set(COMPLETE):  # sections of one
+        whole = {**COMPLETE, **{name: {**COMPLETE[name], **section} for name, section in document.items()}}
+        assert parse_document(to_yaml(whole), str(block)).problems == ()
     else:
         parse_map(document, dict.fromkeys(document.get("settings", ()), 2))
 

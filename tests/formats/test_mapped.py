@@ -99,9 +99,67 @@ def test_megatron_as_llama(stacked: bool, every: int) -> None:
     assert all(found.exact for found in coverage)
 
 
+TURNED = 4  # values per head: with two, pairs are halves
+
+
+def torchtitan() -> dict[str, np.ndarray[Any, Any]]:
+    """torchtitan's Llama: weights saved apart, an optimizer that saw them fused."""
+    arrays = {"param:tok_embeddings.weight": values(11, HIDDEN), "param:lm_head.weight": values(11, HIDDEN)}
+    arrays["param:norm.weight"] = values(HIDDEN)
+    for layer in range(LAYERS):
+        base = f"layers.{layer}"
+        for name, rows in (("wq", HEADS * TURNED), ("wk", GROUPS * TURNED), ("wv", GROUPS * TURNED)):
+            arrays[f"param:{base}.attention.qkv_linear.{name}.weight"] = values(rows, HIDDEN)
+        arrays[f"param:{base}.attention.wo.weight"] = values(HIDDEN, HEADS * TURNED)
+        for name, shape in (("w1", (INNER, HIDDEN)), ("w3", (INNER, HIDDEN)), ("w2", (HIDDEN, INNER))):
+            arrays[f"param:{base}.feed_forward.{name}.weight"] = values(*shape)
+        arrays |= {f"param:{base}.{name}.weight": values(HIDDEN) for name in ("attention_norm", "ffn_norm")}
+        fused = f"{base}.attention.qkv_linear.wqkv.weight"
+        arrays[f"optim.m:{fused}"] = values((HEADS + 2 * GROUPS) * TURNED, HIDDEN)
+        arrays[f"optim.step:{fused}"] = np.array(4.0, np.float32)
+    for key, array in list(arrays.items()):
+        name = key.partition(":")[2]
+        if key.startswith("param:") and ".qkv_linear." not in key:
+            arrays |= {f"optim.m:{name}": array + 1, f"optim.step:{name}": np.array(4.0, np.float32)}
+    return arrays
+
+
+def turned(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Rows of pairs as rows of halves, by reshaping."""
+    return rows.reshape(heads, -1, 2, HIDDEN).swapaxes(1, 2).reshape(rows.shape)
+
+
+@pytest.mark.parametrize("every", [1, 3, 100])
+def test_torchtitan_as_llama(every: int) -> None:
+    arrays = torchtitan()
+    source = MemoryCheckpoint(arrays, cuts=cuts(arrays, every), objects=CONFIG)
+    mapped = MappedCheckpoint(source, read_name_map("torchtitan-to-llama", source.state))
+    for layer in range(LAYERS):
+        held = f"layers.{layer}.attention.qkv_linear"
+        fused = arrays[f"optim.m:{held}.wqkv.weight"].reshape(GROUPS, HEADS // GROUPS + 2, TURNED, HIDDEN)
+        moments = fused[:, :-2].reshape(-1, HIDDEN), fused[:, -2].reshape(-1, HIDDEN), fused[:, -1].reshape(-1, HIDDEN)
+        weights = [arrays[f"param:{held}.{name}.weight"] for name in ("wq", "wk", "wv")]
+        for part, (query, key, value) in (("optim.m", moments), ("param", weights)):
+            expected = {"q_proj": turned(query, HEADS), "k_proj": turned(key, GROUPS), "v_proj": value}
+            for name, array in expected.items():
+                found = mapped.read(f"{part}:model.layers.{layer}.self_attn.{name}.weight")
+                np.testing.assert_array_equal(found, array, err_msg=name)
+                assert mapped.read(f"optim.step:model.layers.{layer}.self_attn.{name}.weight").tolist() == 4.0
+    assert {key.partition(":")[2] for key in mapped.state.tensors} == {
+        "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight",
+        *(f"model.layers.{layer}.{name}.weight" for layer in range(LAYERS) for name in LLAMA_NAMES),
+    }  # fmt: skip
+
+
+LLAMA_NAMES = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+    "mlp.down_proj", "input_layernorm", "post_attention_layernorm",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("name", shipped_maps())
 def test_the_way_back_is_the_way_there(name: str) -> None:
-    arrays = megatron(stacked=True)
+    arrays = torchtitan() if name == "torchtitan-to-llama" else megatron(stacked=True)
     if name == "megatron-to-gpt2":
         arrays = {key: array for key, array in arrays.items() if "linear_qkv.weight" not in key}
         fused = values(LAYERS, 3 * HEADS * WIDTH, HIDDEN)
@@ -112,7 +170,7 @@ def test_the_way_back_is_the_way_there(name: str) -> None:
     assert set(back.state.tensors) == set(arrays)
     for key, array in arrays.items():
         np.testing.assert_array_equal(back.read(key), array, err_msg=key)
-    assert {key for key in there.state.tensors if "decoder" in key} == set()
+    assert {key for key in there.state.tensors if "decoder" in key or "qkv_linear" in key} == set()
 
 
 @settings(max_examples=60, deadline=None)

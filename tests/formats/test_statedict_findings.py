@@ -502,6 +502,8 @@ def test_generator_states_of_more_processes_are_stale(trainer: Path):
 def test_a_generator_state_that_is_missing_in_between(trainer: Path):
     (trainer / "rng_state_1.pth").unlink()
     assert find(open_checkpoint(trainer), "SR-RNG-LOST")[0].where["rank"] == 1
+    found = {problem.code for problem in inspect_checkpoint(open_checkpoint(trainer)).problems}
+    assert "SR-RNG-RANKS" not in found  # it is the same loss
 
 
 def test_a_checkpoint_without_a_model(trainer: Path):

@@ -204,6 +204,28 @@ def test_lost_moments_are_named_and_missed(tmp_path: Path):
     assert not inspect_checkpoint(open_checkpoint(root)).complete
 
 
+@pytest.mark.parametrize("slot", ["fp32", "exp_avg", "exp_avg_sq", "step"])
+def test_one_file_of_a_parameter_that_was_removed_is_named_and_missed(tmp_path: Path, slot: str):
+    """The model file of stages 1 and 2 holds the parameter too, but the loader wants this file."""
+    root = convert2(tmp_path)
+    (root / "zero" / "a.w" / f"{slot}.pt").unlink()
+    problem = only(root, "SR-FILE-MISSING")
+    assert problem.where["file"] == str(root / "zero" / "a.w" / f"{slot}.pt")
+    assert "SR-UNI-LOST" not in codes(problems_of(root))
+    assert not inspect_checkpoint(open_checkpoint(root)).complete
+
+
+def test_parameters_of_two_kinds_of_optimizer_lack_nothing(tmp_path: Path):
+    """Muon keeps one momentum where Adam, in the same run, keeps two moments."""
+    root = convert2(tmp_path)
+    (root / "zero" / "a.w" / "exp_avg_sq.pt").unlink()
+    (root / "zero" / "a.w" / "exp_avg.pt").rename(root / "zero" / "a.w" / "momentum_buffer.pt")
+    assert {"SR-FILE-MISSING", "SR-UNI-LOST", "SR-COV-GAP"}.isdisjoint(codes(problems_of(root)))
+    assert inspect_checkpoint(open_checkpoint(root)).complete
+    (root / "zero" / "b.w" / "exp_avg.pt").unlink()
+    assert only(root, "SR-FILE-MISSING").where["file"].endswith("b.w/exp_avg.pt")
+
+
 def test_a_parameter_without_folder_is_missed(tmp_path: Path):
     root = convert2(tmp_path)
     shutil.rmtree(root / "zero" / "b.w")

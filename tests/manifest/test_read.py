@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from samerun.errors import Problem, UndecidedError, UsageError
 from samerun.manifest.models import Manifest
 from samerun.manifest.read import parse_document, place_problems, read_document, read_manifest
+from samerun.manifest.tolerances import METRICS
 from support.manifests import COMPLETE, leaves, line_of, manifest_data, to_yaml
 
 TEXT = to_yaml(COMPLETE)
@@ -100,7 +101,7 @@ def test_all_errors_come_at_once_in_the_order_of_the_file() -> None:
     text = replaced("run.framework", "torch").replace("world_size: 3", "world_size: 6").replace("floor:", "flor:")
     problems = parse_document(text).problems
     assert {problem.code for problem in problems} == {"SR-MAN-VALUE", "SR-MAN-WORLD", "SR-MAN-KEY", "SR-MAN-MISSING"}
-    assert len(problems) == 2 + 2 * 6
+    assert len(problems) == 2 + 2 * len(METRICS)
     lines = [problem.where["line"] for problem in problems]
     assert lines == sorted(lines)
 

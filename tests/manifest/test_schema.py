@@ -43,13 +43,13 @@ def test_the_schema_refuses_wrong_values_and_open_questions(changes: dict[str, A
 def test_what_may_stand_where() -> None:
     assert accepted(("batch", "invariant")) == "samples-per-update | valid-tokens-per-update | schedule-position"
     assert accepted(("declare", "order")) == "exact | expected-to-change | {bounded}"
-    assert accepted(("tolerances", "loss", "from")) == "control | user"
+    assert accepted(("tolerances", "loss", "from")) == "control | analysis | user"
     assert accepted(("destination", "device_memory")) == "text (may be empty) | null"
     assert accepted(("watch", 0)) == "text (may be empty)"
     assert accepted(("launch", "timeout_seconds")) == "a number above 0"
     assert accepted(("control", "vary_microbatch")) == "a whole number of at least 1 | null"
     assert accepted(("no", "such")) == ""
-    assert known_keys(("control",)) == ("kind", "trace", "repeats", "vary_microbatch")
+    assert known_keys(("control",)) == ("kind", "trace", "repeats", "vary_microbatch", "oracle", "rehearsal")
     assert "layout" in known_keys(("source",))
 
 

@@ -27,7 +27,7 @@ CHOSEN = (
     *("shard-missing", "shard-stale", "shard-corrupt", "world-size", "other-layout", "batch-drift", "accumulation"),
     *("optimizer-reset", "moments-swapped", "replica-diverged", "one-bit", "weight-nan", "scheduler-ahead"),
     *("learning-rate-doubled", "heads-interleaved", "sampler-restart", "updates-exchanged", "gradient-nan"),
-    *("parameter-held", "replica-drifts"),
+    *("parameter-held", "replica-drifts", "average-stands", "scaler-counts", "gradient-of-one", "clipping-lost"),
 )
 
 
@@ -81,7 +81,7 @@ def test_every_fault_is_rejected_under_its_own_name(
     code, verdict, shown = demo(directory, "--break", name)
     assert (code, verdict["verdict"]) == (1, "reject"), shown[-3000:]
     assert verdict["named"], f"wanted one of {fault.codes}, found {[reason['code'] for reason in verdict['reasons']]}"
-    assert verdict["first_divergence"]["kind"] is not None
+    assert verdict["first_divergence"]["kind"] == fault.kind.value
     if name == "heads-interleaved":
         assert verdict["first_divergence"]["where"]["module"].startswith("blocks.0.attention.")
 

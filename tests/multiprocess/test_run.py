@@ -173,6 +173,7 @@ def test_running_and_judging_again_start_no_job(promoted: Workspace) -> None:
         ("hold-a-parameter", "05-update", "SR-UPD-STILL"),
         ("thaw-the-frozen", "05-update", "SR-UPD-FROZEN-MOVED"),
         ("step-schedule-twice", "06-window", "SR-UPD-LR"),
+        ("decay-a-little-more", "06-window", "SR-UPD-SETTING"),
         ("draw-while-evaluating", "04-eval", "SR-EVAL-CHANGED"),
         ("write-into-the-checkpoint", "03-load", "SR-JOB-WROTE"),
         ("fall-over", "03-load", "SR-JOB-FAILED"),
@@ -187,6 +188,19 @@ def test_a_fault_in_the_job_is_rejected_by_name(workspace: Workspace, fault: str
     assert code in {problem.code for problem in result.verdict.reasons}
     assert result.verdict.first_divergence is not None
     assert result.verdict.first_divergence["stage"] == stage
+
+
+def test_a_crash_after_the_trace_was_closed_takes_nothing_away(workspace: Workspace) -> None:
+    """As torch's threads crash now and then while Python ends; what was recorded is whole."""
+    workspace.set_fault("die-at-exit")
+    workspace.rundir.drop_stages(["05-update"])
+    result = workspace.run()
+    assert result.verdict.decision == "promote", result.verdict.reasons
+    assert "SR-JOB-EXIT" in {problem.code for problem in result.verdict.remarks}
+    workspace.set_fault("die-before-closing")
+    workspace.rundir.drop_stages(["05-update"])
+    result = workspace.run()
+    assert (result.verdict.decision, result.verdict.reasons[0].code) == ("reject", "SR-JOB-FAILED")
 
 
 def test_a_silent_job_is_no_pass(workspace: Workspace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -14,124 +13,13 @@ from samerun.core.dtype import DTYPES
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, ParamGroup, Role
 from samerun.plan.memory import ROOT_UNIT, MemoryEstimate, estimate_memory, trainable_fqns, unit_of
-from support.gloo import run_ranks
+from samerun.plan.migration import check_memory
 from support.states import SHAPES, adam_state, tensor, without
-
-VOCAB, WIDTH, INNER, BLOCKS = 257, 48, 130, 2
 
 
 def by_hand(entries: list[Any], **changes: Any) -> LogicalState:
-    return LogicalState(format="dcp", tensors={str(entry.key): entry for entry in entries}, **changes)
-
-
-def build_model(dtype: str) -> Any:
-    """A toy with what breaks shapes: odd vocabulary, a 2-row gate, a tied head, a frozen tensor, a buffer."""
-    import torch
-    from torch import nn
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(WIDTH)
-            self.up = nn.Linear(WIDTH, INNER)
-            self.down = nn.Linear(INNER, WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.down(self.up(self.norm(x)).relu())
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(VOCAB, WIDTH)
-            self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
-            self.gate = nn.Linear(WIDTH, 2)
-            self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-            self.head.weight = self.embed.weight
-            self.shift = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-            self.register_buffer("scale", torch.ones(7))
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            x = self.embed(ids) + self.shift
-            for layer in self.layers:
-                x = layer(x)
-            return self.head(x).logsumexp(-1).mean() + self.gate(x).sum()
-
-    return Model().to(getattr(torch, dtype))
-
-
-def state_of(model: Any, optimizer: Any) -> LogicalState:
-    """The logical state of a live model and optimizer, by names and global shapes."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    kind = {name: str(parameter.dtype).removeprefix("torch.") for name, parameter in model.named_parameters()}
-    entries = [
-        tensor(f"param:{name}", tuple(parameter.shape), kind[name], aliases=["head.weight"] if "embed" in name else [])
-        for name, parameter in model.named_parameters()
-    ]
-    for name, item in model.named_buffers():
-        entries.append(tensor(f"buffer:{name}", tuple(item.shape), str(item.dtype).removeprefix("torch.")))
-    for parameter, slots in optimizer.state.items():
-        for slot, value in slots.items():
-            dtype = str(value.dtype).removeprefix("torch.")
-            entries.append(tensor(f"optim.{slot}:{names[parameter]}", tuple(value.shape), dtype))
-    return by_hand(entries)
-
-
-def held_by_rank(rank: int, world_size: int, layout_text: str, dtype: str) -> tuple[dict[str, int], Any]:
-    """Trains one step under FSDP2 and returns the bytes of the storages that this rank really holds, and the shapes."""
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    layout = Layout.parse(layout_text)
-    torch.manual_seed(0)
-    model = build_model(dtype)
-    names = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
-    mesh = init_device_mesh("cpu", tuple(getattr(layout, name) for name in names), mesh_dim_names=names)
-    for unit in (*model.layers, model):
-        fully_shard(unit, mesh=mesh)
-        unit.set_force_sum_reduction_for_comms(True)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    model(torch.arange(12).reshape(2, 6) % VOCAB).backward()
-    optimizer.step()
-    params = list(model.parameters())
-    gradients = [parameter.grad for parameter in params if parameter.grad is not None]
-    slots = [value for state in optimizer.state.values() for value in state.values()]
-    held = {
-        "parameters": storage_bytes(params),
-        "gradients": storage_bytes(gradients),
-        "optimizer": storage_bytes(slots),
-        "buffers": storage_bytes(list(model.buffers())),
-    }
-    shapes = [(str(key), entry.shape, entry.dtype.name) for key, entry in state_of(model, optimizer).tensors.items()]
-    return held, shapes
-
-
-def storage_bytes(tensors: list[Any]) -> int:
-    """Bytes of the distinct storages under the local parts of `tensors`."""
-    local = [item.to_local() if hasattr(item, "to_local") else item for item in tensors]
-    storages = {item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in local}
-    return sum(storages.values())
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [("dp_shard=3", "float32"), ("dp_shard=4", "bfloat16"), ("dp_replicate=2,dp_shard=2", "float32")],
-)
-def test_real_ranks_hold_what_was_estimated_within_ten_percent(layout: str, dtype: str) -> None:
-
-    for module in ("torch.distributed.fsdp", "torch._dynamo"):  # once here, inherited by every rank
-        importlib.import_module(module)
-    results = run_ranks(Layout.parse(layout).world_size, held_by_rank, layout, dtype)
-    shapes = results[0][1]
-    entries = [
-        tensor(key, shape, kind, aliases=["head.weight"] if key == "param:embed.weight" else [])
-        for key, shape, kind in shapes
-    ]
-    estimate = estimate_memory(by_hand(entries), Layout.parse(layout))
-    for (held, _), rank in zip(results, estimate.per_rank, strict=True):
-        for part, found in held.items():
-            assert getattr(rank, f"{part}_bytes") == pytest.approx(found, rel=0.10), (rank.rank, part)
+    parts: dict[str, Any] = {"format": "dcp", **changes}
+    return LogicalState(tensors={str(entry.key): entry for entry in entries}, **parts)
 
 
 def test_one_rank_holds_everything_once_and_gathers_nothing() -> None:
@@ -192,6 +80,54 @@ def test_pipeline_stages_divide_blocks_and_both_ends_hold_a_tied_tensor() -> Non
     untied = replace(state.tensors["param:embed.w"], aliases=())
     first, last = estimate_memory(by_hand([untied, *[*state.tensors.values()][1:]]), Layout(pp=2)).per_rank
     assert last.parameters_bytes == 4 * (40 + 10)
+
+
+def megatron_state(layers: int) -> LogicalState:
+    """A dense layer and experts, all layers in one tensor each, as Megatron's torch_dist has them."""
+    shapes = {
+        "embedding.word_embeddings.weight": (8, 10),
+        "decoder.layers.mlp.linear_fc1.weight": (layers, 6, 10),
+        "decoder.layers.mlp.linear_fc1.layer_norm_weight": (layers, 10),
+        "decoder.layers.mlp.experts.experts.linear_fc2.weight": (layers, 4, 3, 10),
+        "decoder.final_layernorm.weight": (10,),
+    }
+    entries = [tensor(f"{role}:{name}", shape) for name, shape in shapes.items() for role in ("param", "optim.exp_avg")]
+    return by_hand([*entries, tensor("optim.step:decoder.layers.mlp.linear_fc1.weight", ())], format="megatron")
+
+
+def test_stacked_layers_are_dealt_to_stages() -> None:
+    first, last = estimate_memory(megatron_state(4), Layout(pp=2)).per_rank
+    layer = 60 + 10 + 120
+    assert (first.parameters_bytes, last.parameters_bytes) == (4 * (80 + 2 * layer), 4 * (2 * layer + 10))
+    uneven = estimate_memory(megatron_state(5), Layout(pp=2)).per_rank
+    assert sum(rank.parameters_bytes for rank in uneven) == 4 * (80 + 5 * layer + 10)
+    alone = estimate_memory(megatron_state(4), Layout(dp_shard=2)).per_rank[0]
+    assert (alone.gather_unit, alone.gather_bytes) == ("decoder.layers.0", 4 * layer)
+
+
+def test_stacked_layers_are_cut_by_tensor_and_expert() -> None:
+    rank = estimate_memory(megatron_state(3), Layout(tp=2)).per_rank[0]
+    assert rank.parameters_bytes == 4 * (40 + 3 * (30 + 10 + 60) + 10)
+    rank = estimate_memory(megatron_state(3), Layout(dp_shard=2, ep=2), stage=1).per_rank[0]
+    assert rank.parameters_bytes == 4 * (80 + 3 * (60 + 10 + 60) + 10)
+
+
+@pytest.mark.parametrize(
+    ("state", "blocks"), [(megatron_state(4), 4), (adam_state({f"h.{i}.w": (2, 3) for i in range(3)}), 3)]
+)
+def test_more_stages_than_blocks_are_a_finding(state: LogicalState, blocks: int) -> None:
+    assert check_memory(estimate_memory(state, Layout(pp=blocks))) == []
+    (found,) = check_memory(estimate_memory(state, Layout(pp=100)))
+    assert (found.code, found.found, found.expected) == ("SR-PLAN-STAGES", "pp=100", f"pp of at most {blocks}")
+
+
+def test_stages_of_zero_divide_what_they_say() -> None:
+    state = by_hand(
+        [tensor("param:layers.0.w", (5, 3)), tensor("optim.exp_avg:layers.0.w", (5, 3)), tensor("param:f", (7,))]
+    )
+    found = [estimate_memory(state, Layout(dp_shard=2), stage=stage).per_rank[0] for stage in range(4)]
+    parts = [(r.parameters_bytes, r.gradients_bytes, r.optimizer_bytes, r.masters_bytes, r.gather_bytes) for r in found]
+    assert parts == [(88, 60, 60, 0, 0), (88, 60, 32, 32, 0), (88, 32, 32, 32, 0), (48, 32, 32, 32, 64)]
 
 
 def test_experts_are_dealt_over_ep() -> None:

@@ -50,8 +50,9 @@ def job(dealing: Dealing | None, *updates: ObservedUpdate) -> Observed:
         versions={}, environment={},
     )  # fmt: skip
     return Observed(
-        headers={0: header}, updates=updates, evals=(), states=(), boundaries=frozenset(), ended=True, problems=()
-    )
+        headers={0: header}, updates=updates, evals=(), states=(), boundaries=frozenset(), ended=True, finished=True,
+        problems=(),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("batch", "replicas", "micro"), [(32, 4, 2), (32, 3, 2), (7, 3, 2), (5, 4, 1)])

@@ -82,8 +82,14 @@ def test_writing_replaces_whole_files_only(tmp_path: Path):
     write_atomic(path, b"two")
     assert path.read_text() == "two"
     assert path.stat().st_mode & 0o777 == 0o666 & ~current_umask()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError) as missing:
         write_atomic(tmp_path / "absent" / "file", "x")
+    assert missing.value.filename == str(tmp_path / "absent" / "file")  # and not a temporary name
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError) as taken:
+        write_atomic(tmp_path / "taken", "x")
+    assert taken.value.filename == str(tmp_path / "taken")
+    (tmp_path / "taken").rmdir()
     assert sorted(os.listdir(tmp_path)) == ["file.json"]
 
 

@@ -47,6 +47,21 @@ def step_schedule_twice() -> None:
     LambdaLR.step = step
 
 
+def decay_a_little_more() -> None:
+    """After the first update weight decay is a millionth more than was saved, which no norm shows."""
+    from torch.optim.lr_scheduler import LambdaLR
+
+    original = LambdaLR.step
+
+    def step(self: Any, *rest: Any) -> None:
+        original(self, *rest)
+        if self.last_epoch == 13:
+            for group in self.optimizer.param_groups:
+                group["weight_decay"] *= 1 + 1e-6
+
+    LambdaLR.step = step
+
+
 def skip_an_update() -> None:
     """The first batch that the loader hands out is thrown away."""
     from samerun.train.sampler import ElasticSampler
@@ -147,10 +162,32 @@ def one_stream_for_all() -> None:
     torch.set_rng_state = set_rng_state
 
 
+def die_at_exit() -> None:
+    """Every rank aborts when the script has closed its trace and leaves."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group = os.abort
+
+
+def die_before_closing() -> None:
+    """One rank aborts after its last update, before the script has closed its trace."""
+    from samerun.train import Recorder
+
+    close = Recorder.close
+
+    def closing(self: Recorder) -> None:
+        if os.environ["RANK"] == "1":
+            os.abort()
+        close(self)
+
+    Recorder.close = closing
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "stretch-gradient": stretch_gradient,
     "step-schedule-twice": step_schedule_twice,
+    "decay-a-little-more": decay_a_little_more,
     "skip-an-update": skip_an_update,
     "hold-a-parameter": hold_a_parameter,
     "thaw-the-frozen": thaw_the_frozen,
@@ -159,6 +196,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "say-nothing": say_nothing,
     "fall-over": fall_over,
     "one-stream-for-all": one_stream_for_all,
+    "die-at-exit": die_at_exit,
+    "die-before-closing": die_before_closing,
 }
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import copy
 from typing import Any
 
 from samerun.manifest.draft import yaml_value
-from samerun.manifest.models import METRICS, Manifest
+from samerun.manifest.models import Manifest
+from samerun.manifest.tolerances import METRICS
 
 COMPLETE: dict[str, Any] = {
     "samerun": 1,

@@ -107,6 +107,7 @@ def make_observed(
         states=(make_state("loaded"), make_state("end")),
         boundaries=frozenset({("log", 20), ("log", 30), ("eval", 20)}),
         ended=True,
+        finished=True,
         problems=(),
     )
     return replace(base, **changes)

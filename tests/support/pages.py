@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -101,38 +102,42 @@ def deepspeed_names() -> Iterator[dict[str, Any]]:
     import torch.distributed as dist
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29541")
-    deepspeed.init_distributed("gloo")
     config = {
         "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
     }  # fmt: skip
-    try:
-        yield {**_loop_names(), "deepspeed": deepspeed, "config": config}
-    finally:
-        dist.destroy_process_group()
-        deepspeed.comm.comm.cdb = deepspeed.utils.groups._WORLD_GROUP = None  # else the next one finds this group
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29541"}
+    with patch.dict(os.environ, alone):  # no longer than here: other trainers would make a process group of it
+        deepspeed.init_distributed("gloo")
+        try:
+            yield {**_loop_names(), "deepspeed": deepspeed, "config": config}
+        finally:
+            dist.destroy_process_group()
+            deepspeed.comm.comm.cdb = deepspeed.utils.groups._WORLD_GROUP = None  # else the next one finds this group
 
 
 @contextmanager
 def _example(name: str) -> Iterator[dict[str, Any]]:
-    """What `examples/NAME/train.py` defines, in the process group of one rank; torch.cuda is then as it was."""
+    """What `examples/NAME/train.py` defines, in the process group of one rank; torch is then as it was."""
     import torch
     import torch.distributed as dist
 
     folder = Path(__file__).parents[2] / "examples" / name
-    before, path, modules = dict(vars(torch.cuda)), list(sys.path), set(sys.modules)
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29542")
+    stubbed = (torch.cuda, torch.cuda.random, torch._utils)
+    before, path, modules = [dict(vars(module)) for module in stubbed], list(sys.path), set(sys.modules)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29542"}
     sys.path.insert(0, str(folder))
     try:
-        yield runpy.run_path(str(folder / "train.py"), run_name=f"{name}_example")
+        with patch.dict(os.environ, alone):
+            yield runpy.run_path(str(folder / "train.py"), run_name=f"{name}_example")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        vars(torch.cuda).update(before)
+        for module, names in zip(stubbed, before, strict=True):
+            vars(module).update(names)
         sys.path[:] = path
-        for module in {"on_cpu", "data", "model"} - modules:
-            sys.modules.pop(module, None)
+        for name in {"on_cpu", "data", "model"} - modules:
+            sys.modules.pop(name, None)
 
 
 @contextmanager
@@ -188,6 +193,18 @@ SETUPS: dict[str, Callable[[], AbstractContextManager[dict[str, Any]]]] = {
 """By the word after `setup=` above a block. Trainers that are not installed skip theirs."""
 
 
+def _leave_nothing() -> None:
+    """Resets what is one for the whole process: tests that follow fork their ranks from it."""
+    import torch.distributed as dist
+
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    assert not dist.is_initialized(), "a process group is left"
+
+
 @contextmanager
 def names_for(setup: str | None) -> Iterator[dict[str, Any]]:
     """Yields what a block finds defined; a trainer's own warnings are its own."""
@@ -199,3 +216,4 @@ def names_for(setup: str | None) -> Iterator[dict[str, Any]]:
         else:
             with SETUPS[setup]() as names:
                 yield names
+            _leave_nothing()

@@ -31,6 +31,17 @@ WARM_PATH = str(Path(__file__).parent / "warm")
 """Belongs into PYTHONPATH of whatever is to start warm ranks."""
 
 
+_OF_SAMERUN = ("capture", "contribution", "environment", "evaluation", "measure", "recorder", "sampler", "sidecar")
+
+ZERO = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
+"""The second is imported by every engine, and costs more than a second: it compiles."""
+
+HUGGING_FACE = (
+    *("transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate.utils.fsdp_utils"),
+    *ZERO,  # which Accelerate imports where it is installed
+)
+
+
 @contextlib.contextmanager
 def warm_launches(*modules: str) -> Iterator[None]:
     """Serves warm ranks to every torchrun that this process or its children start while the context lasts.
@@ -66,14 +77,12 @@ def serve(path: str, *modules: str) -> None:
 
     import torch
     import torch._dynamo
-    import torch.distributed.checkpoint
+    import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
     import torch.utils.data
 
-    import samerun.train  # noqa: F401
-
-    for module in modules:
+    for module in (*(f"samerun.train.{name}" for name in _OF_SAMERUN), *modules):
         importlib.import_module(module)
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -13,7 +13,7 @@ from support.moves import Move, codes, new_move, wrongly
 from support.warm_ranks import warm_launches
 
 pytest.importorskip("megatron.core")
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
 UNEVEN = ("--decoder-first-pipeline-num-layers", "1")
 DEGREES = "--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"

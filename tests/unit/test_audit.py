@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samerun.errors import Severity
@@ -21,6 +21,7 @@ def codes(audit: Audit, **bounds: int) -> list[str]:
     return [problem.code for problem in check_audit(audit, **bounds)]
 
 
+@settings(deadline=None)
 @given(st.permutations(range(24)), st.randoms())
 def test_how_an_update_is_dealt_makes_no_difference(order: list[int], random: object) -> None:
     control = deal(order, 6)

@@ -25,12 +25,14 @@ from samerun.core.orders import (
     RemainderOrder,
     ShardRange,
     order_spec,
+    parse_order,
 )
 from samerun.core.packing import PackedOrder
 from samerun.core.progress import Committed, after, next_update, replica_ids
 from samerun.core.tokens import MeasuredSamples
 from samerun.errors import UsageError
 from samerun.trace import TraceWriter, read_trace
+from samerun.train.draw import torch_draw
 from samerun.verify.audit_runs import audit_runs, check_runs
 
 Updates = list[tuple[int, list[list[int]]]]
@@ -277,3 +279,58 @@ def test_digest_vectors() -> None:
     assert ids_digest([1]) != ids_digest(["1"])
     with pytest.raises(ValueError, match="32 hexadecimal"):
         add_ids_digests(["12"])
+
+
+@pytest.mark.parametrize(
+    ("order", "options", "code"),
+    [
+        ("distributed:samples=99999999999", (), "SR-ORDER-DRAW"),
+        ("random:samples=99999999999", (), "SR-ORDER-DRAW"),
+        ("accelerate:samples=99999999999,batch=2,processes=3", (), "SR-ORDER-DRAW"),
+        ("megatron-cyclic:samples=99999999999,micro=2,dp=3", (), "SR-ORDER-DRAW"),
+        ("keyed:samples=5", ("--from-sample", "99999999999"), "SR-AUDIT-BEGIN"),
+    ],
+)
+def test_orders_of_no_use_here_are_refused(order: str, options: tuple[str, ...], code: str, tmp_path: Path) -> None:
+    path = write(tmp_path, updates(KeyedOrder(50, 1), 0, 2, 2))
+    done = CliRunner().invoke(command, [str(path), "--order", order, *options])
+    assert isinstance(done.exception, UsageError)
+    assert [problem.code for problem in done.exception.problems] == [code]
+    assert code in load_catalog()
+
+
+def test_orders_of_any_size_that_hold_nothing_are_audited(tmp_path: Path) -> None:
+    for number, text in enumerate(("keyed:samples=99999999999", "distributed:samples=99999999999,shuffle=no")):
+        path = write(tmp_path / str(number), updates(parse_order(text), 0, 3, 2))
+        assert run([path], "--order", text)[0] == 0
+    order, begin = parse_order("keyed:samples=99999999999"), Committed(samples_in_epoch=(10**9 - 1) * 6)
+    ahead = order.ids(0, begin.samples_in_epoch, begin.samples_in_epoch + 6).tolist()
+    again = order.ids(0, 5_999_000_000, 5_999_000_001).tolist()
+    right = write(tmp_path / "right", [(10**9, [ahead[:3], ahead[3:]])])
+    assert run([right], "--order", "keyed:samples=99999999999")[1]["exactly_once"]
+    wrong = write(tmp_path / "wrong", [(10**9, [[*again, *ahead[1:3]], [*ahead[3:5], 10**12]])])
+    body = run([wrong], "--order", "keyed:samples=99999999999")[1]
+    assert (body["replayed"], body["other"]) == ([[10**9, again[0]]], [[10**9, 10**12]])
+
+
+def test_what_was_consumed_before_the_window_in_a_shuffle_that_is_drawn(tmp_path: Path) -> None:
+    ahead, again = ORDER.ids(0, 30, 36).tolist(), ORDER.ids(0, 11, 12).tolist()
+    path = write(tmp_path, [(6, [[*again, *ahead[1:3]], ahead[3:]])])
+    body = run([path], "--order", TEXT)[1]
+    assert body["replayed"] == [[6, again[0]]]
+
+
+def test_a_long_permutation_is_torchs_own(tmp_path: Path) -> None:
+    order = DistributedSamplerOrder(1_200_000, 3, num_replicas=4, draw=torch_draw)
+    path = write(tmp_path, updates(order, 0, 2, 4))
+    assert run([path], "--order", "distributed:samples=1200000,seed=3,replicas=4")[:1] == (0,)
+
+
+def test_an_update_larger_than_its_order(tmp_path: Path) -> None:
+    """It can be no update of the order; with `drop` neither can one that an epoch does not hold."""
+    for number, count in enumerate((10**15, 20)):
+        path = write(tmp_path / str(number), [(1, [[0], [1]])])
+        for file in path.iterdir():
+            file.write_text(file.read_text().replace('"samples": 1', f'"samples": {count}'))
+        code, body, codes = run([path], "--order", "keyed:samples=7", "--last-batch", "drop")
+        assert (code, body["exactly_once"], codes) == (1, False, ["SR-AUDIT-SET"])

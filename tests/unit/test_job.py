@@ -10,6 +10,7 @@ import pytest
 
 from samerun.core.mesh import Layout
 from samerun.core.tolerance import band_from_user
+from samerun.errors import Severity
 from samerun.verify.evaluate import check_evaluation, evaluation_of, logit_deviation, loss_deviation
 from samerun.verify.job import Outcome, check_job, check_outcome, describe_status
 from samerun.verify.observed import Observed
@@ -104,6 +105,10 @@ def test_outcomes() -> None:
     (failed,) = check_outcome(Outcome(returncode=1, seconds=1.0, tail=("KeyError: 'w'",)), "load", timeout_seconds=60)
     assert failed.code == "SR-JOB-FAILED"
     assert "KeyError: 'w'" in failed.message
+    (crashed,) = check_outcome(Outcome(returncode=-6, seconds=1.0), "load", timeout_seconds=60, finished=True)
+    assert (crashed.code, crashed.severity) == ("SR-JOB-EXIT", Severity.WARNING)
+    late = Outcome(returncode=-15, seconds=61.0, timed_out=True)
+    assert check_outcome(late, "load", timeout_seconds=60, finished=True)[0].code == "SR-JOB-TIMEOUT"
     assert describe_status(-9) == "signal 9 (SIGKILL)"
 
 

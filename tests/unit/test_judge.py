@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -81,6 +82,28 @@ def test_a_failure_outweighs_missing_evidence() -> None:
     assert [problem.code for problem in verdict.remarks] == ["SR-UPD-UNRECORDED"]
 
 
+def test_samples_shared_by_replicas_come_before_the_size_that_they_make() -> None:
+    where = {"update": 13, "stage": "update"}
+    size, shared = (
+        Problem("SR-UPD-SAMPLES", "too many", where=where),
+        Problem("SR-SAMPLE-OVERLAP", "twice", where=where),
+    )
+    for found, first in (((size, shared), "SR-SAMPLE-OVERLAP"), ((size,), "SR-UPD-SAMPLES")):
+        verdict = decide("05-update", *found)
+        assert verdict.first_divergence is not None
+        assert verdict.first_divergence["code"] == first
+
+
+def test_what_the_evidence_tells_of_the_kind_goes_before_the_code() -> None:
+    told = Problem("SR-UPD-LOSS", "the loss", kind="data")
+    for problem, kind in ((told, "data"), (replace(told, kind=None), "loss normalisation")):
+        verdict = decide("05-update", problem)
+        assert verdict.first_divergence is not None
+        assert verdict.first_divergence["kind"] == kind
+        kept = StageResult(stage="05-update", status="fail", problems=(problem,)).to_json()
+        assert StageResult.from_json(kept).problems == (problem,)
+
+
 def test_what_was_not_run_is_no_pass() -> None:
     results = clean()
     del results["06-window"]
@@ -122,6 +145,9 @@ def test_warnings_and_notes_decide_nothing() -> None:
         ("04-eval", "SR-EVAL-LOGITS", "forward"),
         ("05-update", "SR-UPD-INDEX", "progress"),
         ("06-window", "SR-UPD-LOSS", "numerics"),
+        ("05-update", "SR-UPD-GRADIENT", "numerics"),
+        ("05-update", "SR-UPD-CLIP", "numerics"),
+        ("06-window", "SR-UPD-AVERAGE", "averages"),
         ("06-window", "SR-UPD-BOUNDARY", "boundaries"),
         ("02-control", "SR-CONTROL-NOISY", "control"),
     ],

@@ -7,6 +7,7 @@ job's full state is. Each test changes one thing on one side.
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -15,44 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from samerun.core.mesh import Layout
-from samerun.core.state import ParamGroup, RecordedProgress
+from samerun.core.generators import cuda_state, generator_digest
+from samerun.core.state import ParamGroup
 from samerun.errors import Problem, Severity
-from samerun.train.capture import capture_state
 from samerun.verify.load import check_loaded
 from support import toy
+from support.loads import capture, make_job, save
 from support.memory import MemoryCheckpoint
 
 EXACT: dict[str, Any] = {}
-
-
-def make_job(updates: int = 3, **options: Any) -> toy.Job:
-    job = toy.build(Layout(), **options)
-    toy.train(job, updates)
-    return job
-
-
-def capture(job: toy.Job) -> dict[str, Any]:
-    captured = capture_state(job.model, job.optimizer, scheduler=job.scheduler, objects=job.objects, layout=job.layout)
-    return captured.to_json() | {"update": job.progress["update"]}
-
-
-def save(job: toy.Job, **changes: Any) -> MemoryCheckpoint:
-    names = {id(p): name for name, p in job.model.named_parameters()}
-    parts: dict[str, Any] = {
-        "arrays": toy.full_state(job),
-        "groups": [
-            ParamGroup(tuple(names[id(p)] for p in group["params"]), {k: v for k, v in group.items() if k != "params"})
-            for group in job.optimizer.param_groups
-        ],
-        "progress": RecordedProgress(update=job.progress["update"]),
-        "scheduler": copy.deepcopy(job.scheduler.state_dict()),
-        "objects": {"progress": dict(job.progress), "config": {**vars(job.config)}},
-        "aliases": {"param:tok.weight": ("head.weight",)} if job.config.tied else {},
-    }
-    for name, change in changes.items():
-        parts[name] = change(parts[name]) if callable(change) else change
-    return MemoryCheckpoint(**parts)
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +227,10 @@ def test_how_the_step_is_carried_out_is_a_note(job: toy.Job) -> None:
 def test_optimizer_class_and_switches(job: toy.Job, found: dict[str, Any]) -> None:
     assert check(save(job), found, optimizer="adamw") == []
     assert only(check(save(job), found, optimizer="SGD"), "SR-LOAD-CLASS").found == "AdamW"
+    two = found | {"optimizers": [{"class": "Muon", "decay": None}, *found["optimizers"]]}
+    assert check(save(job), two, optimizer="Muon") == []  # one of several is named
+    assert check(save(job), two, optimizer="AdamW") == []
+    assert only(check(save(job), two, optimizer="SGD"), "SR-LOAD-CLASS").found == "Muon, AdamW"
     changed = copy.deepcopy(job)
     for group in changed.optimizer.param_groups:
         group["amsgrad"], group["decoupled_weight_decay"] = True, False
@@ -294,6 +270,16 @@ def test_scheduler(job: toy.Job, found: dict[str, Any]) -> None:
     assert (position.expected, position.found) == (3, 4)
     assert only(check(save(job), found | {"scheduler": None}), "SR-LOAD-SCHED")
     assert check(save(job, scheduler=None), found | {"scheduler": None}) == []
+
+
+def test_a_schedule_that_was_not_saved_and_begins_anew(job: toy.Job, found: dict[str, Any]) -> None:
+    """The optimizer brings the rate back, and the first step of the new schedule loses it."""
+    assert check(save(job, scheduler=None), found) == []  # one that was made at its position
+    anew = found | {
+        "scheduler": {**found["scheduler"], "last_epoch": 0, "_last_lr": [1e-9 for _ in found["learning_rates"]]}
+    }
+    assert only(check(save(job, scheduler=None), anew), "SR-LOAD-SCHED").expected == found["learning_rates"]
+    assert only(check(save(job, scheduler=None), anew | {"scheduler": [anew["scheduler"]]}), "SR-LOAD-SCHED")
 
 
 def test_objects(job: toy.Job, found: dict[str, Any]) -> None:
@@ -337,6 +323,39 @@ def test_random_state_only_if_it_is_claimed(job: toy.Job, found: dict[str, Any])
     same.state.rng["rng.0"] = {"cpu": other}  # type: ignore[index]
     assert check(same, found) == []
     assert only(check(same, found, {"rng": "exact"}), "SR-LOAD-OBJECT").where["rank"] == 0
+
+
+GENERATORS: dict[str, Any] = {
+    "numpy": (np.random.RandomState(3).get_state(), np.random.RandomState(4).get_state()),
+    "python": (random.Random(3).getstate(), random.Random(4).getstate()),
+    "cuda": (cuda_state(3, 8), cuda_state(3, 12)),
+    "megatron:model-parallel-rng": (cuda_state(2721), cuda_state(2722)),
+}
+"""A state of each generator, and another one."""
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_every_saved_generator_is_compared(name: str, job: toy.Job, found: dict[str, Any]) -> None:
+    state, other = GENERATORS[name]
+    saved = save(job)
+    part = name.removeprefix("megatron:")
+    saved.state.rng["rank0"] = {"rng_tracker_states": {part: state}} if part != name else {name: state}  # type: ignore[index]
+    for held, wrong in ((state, False), (other, True)):
+        job_holds = found | {"generators": {name: {"0": generator_digest(held)}}}
+        problems = check(saved, job_holds, {"rng": "exact"})
+        assert [(p.code, p.where) for p in problems] == [("SR-LOAD-OBJECT", {"key": "rng", "rank": 0})] * wrong
+        assert check(saved, job_holds) == []  # not claimed
+        record = {
+            "policy": "keyed",
+            "update": job_holds["update"],
+            "kept": [],
+            "seeded": [name],
+            "stream": 0,
+            "seed": 1,
+        }
+        assert check(saved, job_holds | {"rank_rng": {"0": record}}, {"rng": "exact"}) == []  # seeded on purpose
+    unknown = found | {"generators": {"numpy:other": {"0": "00" * 8}}}
+    assert check(saved, unknown, {"rng": "exact"}) == []  # nothing of that name was saved
 
 
 def test_architecture_settings(job: toy.Job, found: dict[str, Any]) -> None:

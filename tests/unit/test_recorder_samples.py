@@ -199,6 +199,28 @@ def test_the_norm_before_clipping(tmp_path: Path) -> None:
     assert [line.grad_norm for line in read_trace(tmp_path).lead.updates] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_gradients_are_those_before_clipping(told: bool, tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, norms="every")
+    model, optimizer = make(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    recorder.attach(model, optimizer)
+    recorder.loaded(update=0)
+    one_pass(model, recorder, [0])
+    norms = {name: p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None}
+    if not told:
+        recorder.grad_norm()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    if told:
+        recorder.grad_norm(norm)
+    optimizer.step()
+    recorder.close()
+    (line,) = read_trace(tmp_path).lead.updates
+    found = {name: value for name, value in (line.gradients or {}).items() if name in norms}
+    assert found == pytest.approx(norms, rel=1e-4)
+    assert line.step_norm == pytest.approx(1e-3, rel=1e-3)
+    assert line.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+
+
 def test_a_gradient_that_is_computed_within_the_step(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, norms="every")
     model, optimizer = make(lambda parameters: torch.optim.SGD(parameters, lr=0.1))

@@ -17,9 +17,11 @@ from samerun.errors import Problem, Severity, UsageError
 from samerun.runner.assess import (
     assess_evaluation,
     assess_updates,
+    check_autocast,
     check_environment,
     check_resumed_at,
     control_microbatches,
+    note_resumed_controls,
 )
 from samerun.runner.evidence import (
     control_traces,
@@ -42,9 +44,10 @@ from samerun.runner.stages import about_control, check_resumable
 from samerun.runner.work import Work
 from samerun.stores.local import fingerprint_tree
 from samerun.trace import TraceWriter
-from samerun.verify.bands import Controls
+from samerun.verify.controls import Controls
+from samerun.verify.observed import Observed
 from samerun.verify.stage import STAGES, StageResult
-from samerun.verify.updates import WindowPlan
+from samerun.verify.window import WindowPlan
 from support.manifests import manifest, manifest_data, to_yaml
 from support.observations import BATCH, COUNT, FIRST, make_evaluation, make_observed, make_state, make_update
 
@@ -212,6 +215,21 @@ def test_environments_are_listed_and_decide_nothing() -> None:
     assert (found.code, found.severity) == ("SR-JOB-ENVIRONMENT", Severity.NOTE)
     assert "threads" in found.message
     assert check_environment(one, one, "load") == []
+    parts = [
+        replace(one, headers={0: replace(one.headers[0], environment={"attention": {"flash": on, "math": True}})})
+        for on in (True, False)
+    ]
+    (found,) = check_environment(parts[0], parts[1], "load")
+    assert (found.expected, found.found) == ("attention.flash True", "attention.flash False")
+
+
+def test_another_autocast_is_listed() -> None:
+    def job(autocast: str | None) -> Observed:
+        return make_observed(make_update(FIRST, inputs=(12, 7), autocast=autocast))
+
+    assert check_autocast(job(None), job(None), "update") == []
+    (found,) = check_autocast(job(None), job("bfloat16"), "update")
+    assert (found.severity, found.expected, found.found) == (Severity.NOTE, "off", "bfloat16")
 
 
 def test_files_that_a_job_touches(tmp_path: Path) -> None:
@@ -276,6 +294,17 @@ def test_no_control_at_all(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as error:
         read_controls({"first": tmp_path / "trace"})
     assert codes(error) == ["SR-CONTROL-MISSING"]
+
+
+def test_controls_that_are_resumes_are_called_so() -> None:
+    (note,) = note_resumed_controls(manifest())
+    assert (note.code, note.severity) == ("SR-CONTROL-RESUMED", Severity.NOTE)
+    assert (
+        note_resumed_controls(
+            manifest(control__kind="continuation", control__trace="ledger", control__vary_microbatch=None)
+        )
+        == []
+    )
 
 
 def test_how_many_controls_are_run() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,9 +26,11 @@ from samerun.core.progress import Committed, Span, UpdateSpan, after
 from samerun.core.schedule import check_rates, parse_schedule, stride_of
 from samerun.core.state import LogicalState, ParamGroup
 from samerun.errors import UsageError
+from samerun.formats.detect import open_checkpoint
 from samerun.plan.batch import LearningRatePlan
-from samerun.plan.schedule import PlannedRates, plan_rates
+from samerun.plan.schedule import PlannedRates, check_planned_rates, plan_rates
 from samerun.train.schedule import CommittedLR, next_rates
+from support.corpus import CORPUS, needs_corpus
 
 Make = Callable[[torch.optim.Optimizer], Any]
 
@@ -134,13 +138,88 @@ def test_where_a_schedule_ends(name: str) -> None:
 
 def test_what_is_not_in_the_checkpoint_is_refused() -> None:
     _, plateau = build(lrs.ReduceLROnPlateau)
-    for state in (plateau.state_dict(), {}, {"last_epoch": 3}, {"last_epoch": 3, "base_lrs": [1.0]}):
+    bare = {name: value for name, value in plateau.state_dict().items() if name != "_last_lr"}
+    for state in (bare, {}, {"last_epoch": 3}, {"last_epoch": 3, "base_lrs": [1.0]}):
         with pytest.raises(UsageError) as caught:
             parse_schedule(state)
         assert [problem.code for problem in caught.value.problems] == ["SR-SCHEDULE-UNKNOWN"]
-    with pytest.raises(TypeError, match="follows the loss"):
-        next_rates(plateau, 3)
     assert {"SR-SCHEDULE-UNKNOWN", "SR-SCHEDULE-RATE", "SR-BATCH-RAMP"} <= set(load_catalog())
+
+
+@pytest.mark.parametrize("losses", ["1", "1 2 2", "1 2 2 2 2", "1 2 2 2 2 2", "1 2 2 2 2 2 2", "1 2 2 2 2 2 2 2 2"])
+def test_a_plateaus_rates_are_known_until_its_patience_can_run_out(losses: str) -> None:
+    """After each of these losses: the worst ones to come lower the rates right after the last update that is known."""
+    optimizer, plateau = build(lambda o: lrs.ReduceLROnPlateau(o, factor=0.5, patience=3, cooldown=2))
+    for loss in losses.split():
+        plateau.step(float(loss))
+    state, groups = plateau.state_dict(), [dict(group) for group in optimizer.param_groups]
+    live = next_rates(plateau, 20)
+    assert plateau.state_dict() == state
+    assert live == [list(rates) for rates in parse_schedule(state, groups).next_rates(20)]
+    assert parse_schedule(state).next_rates(20) == parse_schedule(state, groups).next_rates(20)
+    real = []
+    for _ in range(len(live) + 1):
+        real.append([group["lr"] for group in optimizer.param_groups])
+        plateau.step(9.0)
+    assert 1 <= len(live) < 7
+    assert real[:-1] == live
+    assert real[-1] == [rate / 2 for rate in live[-1]]
+
+
+def test_a_plateau_in_a_plan() -> None:
+    """Stepped once per epoch of 100 updates, and a batch that changes on purpose."""
+    optimizer, plateau = build(lambda o: lrs.ReduceLROnPlateau(o, patience=3))
+    for _ in range(3):
+        plateau.step(1.0)
+    groups = tuple(ParamGroup(params=(), hyperparameters=dict(group)) for group in optimizer.param_groups)
+    saved = LogicalState(format="dcp", tensors={}, groups=groups, scheduler=plateau.state_dict())
+    policy = LearningRatePlan(policy="linear", factor=2.0)
+    found = plan_rates(saved, policy, 301, old_batch=32, new_batch=64)
+    assert (found.kind, found.rates) == ("ReduceLROnPlateau", ((0.04, 0.02),) * 2)
+    assert found.why_not == "from update 303 on they follow the loss"
+    assert PlannedRates.from_json(found.to_json()) == found
+    assert check_planned_rates(found, {301: (0.04, 0.02), 302: (0.04, 0.02), 303: (0.004, 0.002)}) == []
+    (problem,) = check_planned_rates(found, {301: (0.04, 0.02), 302: (0.02, 0.01)})
+    assert (problem.code, problem.where) == ("SR-SCHEDULE-RATE", {"update": 302})
+
+
+class Shaken(lrs.ExponentialLR):
+    """A class of the user's, whose rates are not those of the one that it is made from."""
+
+    def get_lr(self) -> list[float]:
+        return [base * (1.0 + 0.1 * (self.last_epoch % 3)) for base in self.base_lrs]
+
+
+class Delayed(lrs.CosineAnnealingLR):
+    """Another one, which saves a setting of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.delay = 50
+        super().__init__(optimizer, 30)
+
+    def get_lr(self) -> list[float]:
+        return list(self.base_lrs) if self.last_epoch < self.delay else super().get_lr()
+
+
+@pytest.mark.parametrize("make", [lambda o: lrs.CyclicLR(o, 0.01, 0.1, 5), lambda o: Shaken(o, 0.9), Delayed])
+def test_another_class_is_not_taken_for_one_of_torchs(make: Make) -> None:
+    """Its rates would be planned by a formula that is not its own, and every control would be rejected."""
+    optimizer, scheduler = build(make)
+    run(optimizer, scheduler, 4)
+    with pytest.raises(UsageError, match="SR-SCHEDULE-UNKNOWN"):
+        parse_schedule(scheduler.state_dict())
+
+
+def test_rates_that_were_scaled_by_hand_follow_no_formula() -> None:
+    """torch's recursion goes on from the rate that it finds; the base rates do not tell of it."""
+    optimizer, scheduler = build(SCHEDULERS["exponential"])
+    run(optimizer, scheduler, 3)
+    assert parse_schedule(scheduler.state_dict()).kind == "ExponentialLR"
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    run(optimizer, scheduler, 1)
+    with pytest.raises(UsageError, match="set last"):
+        parse_schedule(scheduler.state_dict())
 
 
 MEGATRON = json.loads((Path(__file__).parents[1] / "golden" / "order" / "megatron_schedule.json").read_text())
@@ -172,6 +251,65 @@ def test_megatrons_schedule_counts_samples(case: dict[str, Any]) -> None:
     odd = [{"lr_mult": 0.5}]
     with pytest.raises(UsageError, match="SR-SCHEDULE-UNKNOWN"):
         parse_schedule({**state, "lr_decay_style": "cosine"}, odd)
+
+
+TRAINER = json.loads((Path(__file__).parents[1] / "golden" / "order" / "trainer_schedule.json").read_text())
+
+
+def saved_by_the_trainer(case: dict[str, Any], **changes: Any) -> LogicalState:
+    arguments = {
+        "lr_scheduler_type": case["kind"],
+        "lr_scheduler_kwargs": case["more"] or None,
+        "warmup_steps": case["warm_up"],
+        "learning_rate": 2e-3,
+        **changes,
+    }
+    objects = {f"training_args.{name}": value for name, value in arguments.items()}
+    scheduler = {**case["state"], "lr_lambdas": [{}, {}]}
+    groups = tuple(ParamGroup(params=(), hyperparameters={"lr": rate}) for rate in case["rates"][7])
+    objects["trainer_state.max_steps"] = case["total"]
+    return LogicalState(format="huggingface", tensors={}, groups=groups, scheduler=scheduler, objects=objects)
+
+
+@pytest.mark.parametrize("case", TRAINER, ids=lambda c: f"{c['kind']}-{c['warm_up']}-{'-'.join(c['more'])}")
+def test_the_trainers_schedules(case: dict[str, Any]) -> None:
+    """Functions of the script to torch, but the arguments that the Trainer makes them of are saved."""
+    found = plan_rates(saved_by_the_trainer(case), LearningRatePlan(), 8, old_batch=4, new_batch=4)
+    assert found.kind == f"Trainer's {case['kind']}"
+    assert len(found.rates) == 20
+    assert check_rates(found.rates, case["rates"][7:27], first_update=8, rtol=1e-12) == []
+    later = plan_rates(saved_by_the_trainer(case), LearningRatePlan(factor=0.5), 8, old_batch=4, new_batch=8)
+    assert later.rates[3] == pytest.approx([rate / 2 for rate in case["rates"][10]])
+
+
+def test_arguments_that_are_not_the_runs_schedule_do_not_count() -> None:
+    """A script's own LambdaLR beside the arguments' default, and arguments of which nothing can be made."""
+    case = next(case for case in TRAINER if case["kind"] == "cosine" and case["warm_up"])
+    wrong: list[dict[str, Any]] = [
+        {"lr_scheduler_type": "linear"},
+        {"warmup_steps": 4},
+        {"lr_scheduler_type": "greedy"},
+    ]
+    wrong += [{"lr_scheduler_kwargs": {"num_cycles": "x"}}, {"warmup_steps": None, "warmup_ratio": 0.4}]
+    for changes in wrong:
+        found = plan_rates(saved_by_the_trainer(case, **changes), LearningRatePlan(), 8, old_batch=4, new_batch=4)
+        assert found.rates == ()
+        assert found.why_not
+        assert "LambdaLR" in found.why_not
+    for same in ({"warmup_steps": 0, "warmup_ratio": 0.2}, {"warmup_steps": 0.2}):
+        assert plan_rates(saved_by_the_trainer(case, **same), LearningRatePlan(), 8, old_batch=4, new_batch=4).rates
+
+
+@needs_corpus
+def test_the_schedule_of_a_trainers_checkpoint() -> None:
+    """Cosine after a warm-up of 2, at update 5 of 20, on two processes."""
+    assert CORPUS is not None
+    with contextlib.closing(open_checkpoint(Path(CORPUS) / "torch/hf_trainer_ws2/checkpoint-5")) as checkpoint:
+        found = plan_rates(checkpoint.state, LearningRatePlan(), 6, old_batch=4, new_batch=4)
+    assert found.kind == "Trainer's cosine"
+    expected = [1e-3 * 0.5 * (1 + math.cos(math.pi * (step - 2) / 18)) for step in range(5, 20)]
+    assert [rates[0] for rates in found.rates[:15]] == pytest.approx(expected, rel=1e-12)
+    assert found.rates[15][0] == 0.0
 
 
 def test_a_schedule_by_samples_and_a_policy() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,6 +54,39 @@ def test_ranks_relate_as_in_the_control(
     assert {code for code, *_ in found} <= set(load_catalog())
 
 
+MODEL, DATA = "megatron:model-parallel-rng", "megatron:data-parallel-rng"
+
+
+@pytest.mark.parametrize(
+    ("name", "control", "candidate", "found"),
+    [
+        (MODEL, (TP, "abab"), ("dp_shard=3,tp=2", "ababab"), []),  # Megatron's rule: one for each tensor-parallel rank
+        (MODEL, (TP, "abab"), ("dp_shard=3,tp=2", "ababaa"), [("SR-RNG-SAME", "error", 5)]),
+        (MODEL, (TP, "abcd"), ("dp_shard=1,tp=4", "abcb"), [("SR-RNG-SAME", "error", 3)]),
+        (MODEL, (DP, "aaaa"), (TP, "abab"), []),
+        (MODEL, (DP, "aaaa"), (TP, "aaaa"), [("SR-RNG-SAME", "warning", 1)]),
+        (MODEL, (TP, "aaaa"), (TP, "aaaa"), []),  # as in the control, whatever it means there
+        (DATA, (TP, "aaaa"), ("dp_shard=3,tp=2", "aaaaaa"), []),
+        (DATA, (TP, "aaaa"), ("dp_shard=3,tp=2", "aaaaab"), [("SR-RNG-AGREE", "error", 5)]),
+        ("cuda", (TP, "aabb"), ("dp_shard=3,tp=2", "aabbcd"), [("SR-RNG-AGREE", "error", 5)]),
+        ("cuda", (DP, "abcd"), ("dp_shard=5", "abcda"), [("SR-RNG-SAME", "error", 4)]),
+        ("numpy", (DP, "abcd"), ("dp_shard=5", "abcde"), []),
+        ("python", (DP, "abcd"), ("dp_shard=5", "abcca"), [("SR-RNG-SAME", "error", 3)]),
+        ("numpy", (TP, "abcd"), ("dp_shard=3,tp=2", "aabbcc"), []),  # now by replica: peers need no states of their own
+    ],
+)
+def test_every_generator_is_compared(
+    name: str, control: tuple[str, str], candidate: tuple[str, str], found: list[tuple[str, str, int]]
+) -> None:
+    bodies = []
+    for layout, digests in (control, candidate):
+        whole = body(layout, "x" * len(digests))
+        bodies.append({**whole, "rng": {}, "generators": {name: body(layout, digests)["rng"]}})
+    problems = check_kept_streams(*bodies)
+    assert [(p.code, p.severity.value, p.where["rank"]) for p in problems] == found
+    assert all(p.where["key"] == name for p in problems)
+
+
 def test_without_a_layout_nothing_is_said() -> None:
     for layout in (None, {"rings": 2}):
         assert check_kept_streams(body(DP, "abcd"), {"layout": layout, "rng": {"0": "a", "1": "a"}}) == []
@@ -80,9 +115,30 @@ def test_the_policy_that_was_applied(records: list[Any], code: str | None) -> No
     assert check_policy({**found, "rank_rng": {}}, has_saved=True) == []
 
 
+@pytest.mark.parametrize(
+    ("tracked", "code"),
+    [
+        ([(0, 0), (0, 1), (0, 0), (0, 1)], None),  # (data-parallel, model-parallel) by rank
+        ([(0, 0), (0, 1), (1, 2), (1, 3)], None),
+        ([(0, 0), (0, 0), (0, 0), (0, 0)], "SR-RNG-SAME"),
+        ([(0, 0), (1, 1), (0, 0), (1, 1)], "SR-RNG-AGREE"),
+    ],
+)
+def test_the_trackers_streams_in_the_policy(tracked: list[tuple[int, int]], code: str | None) -> None:
+    names = ("data-parallel-rng", "model-parallel-rng")
+    records = {
+        str(rank): record(stream=rank // 2, tracker=dict(zip(names, streams, strict=True)))
+        for rank, streams in enumerate(tracked)
+    }
+    problems = check_policy({**body(TP, "aabb"), "update": 12, "rank_rng": records}, has_saved=True)
+    assert [p.code for p in problems] == ([code] if code else [])
+
+
 def applies(rank: int, world_size: int, folder: str, tell: bool) -> None:
     """Ranks 0 and 1 have a saved state, the others are new; only the first of two jobs tells what it did."""
     torch.manual_seed(rank)
+    random.seed(rank)
+    np.random.seed(rank)
     saved = capture_rank_rng() if rank < 2 else None
     torch.manual_seed(99)
     done = apply_rank_rng("survivors", seed=3, stream=rank, update=4, saved=saved)
@@ -112,4 +168,5 @@ def test_every_rank_tells_what_it_did(tmp_path: Path) -> None:
     assert told["disagreements"] == []
     assert check_policy(told, has_saved=True) == []
     assert len(set(told["rng"].values())) == 3
+    assert {name: len(set(ranks.values())) for name, ranks in told["generators"].items()} == {"numpy": 3, "python": 3}
     assert [p.code for p in check_policy(silent, has_saved=True)] == ["SR-RNG-POLICY"]

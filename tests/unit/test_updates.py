@@ -10,11 +10,15 @@ import pytest
 
 from samerun.core.dtype import parse_dtype
 from samerun.errors import Problem, Severity
-from samerun.manifest.models import Tolerances
+from samerun.manifest.tolerances import Tolerances
 from samerun.plan.schedule import PlannedRates
-from samerun.verify.bands import Controls, check_controls, complete_reference, plan_bands, split_bands
+from samerun.verify.bands import plan_bands, split_bands, vanishing
+from samerun.verify.controls import Controls, complete_reference
+from samerun.verify.movement import check_averages, check_end
 from samerun.verify.observed import Observed
-from samerun.verify.updates import WindowPlan, check_end, compare_window
+from samerun.verify.soundness import check_controls
+from samerun.verify.updates import compare_window
+from samerun.verify.window import WindowPlan
 from support.observations import BATCH, COUNT, FIRST, TENSORS, make_evaluation, make_observed, make_state, make_update
 
 NOISE = 1e-7
@@ -186,6 +190,76 @@ def test_one_tensor_that_moves_by_another_amount() -> None:
     assert [(problem.code, problem.where["tensor"]) for problem in found] == [("SR-UPD-DELTA", "norm.weight")]
 
 
+GRADIENTS = {"embedding.weight": 0.8, "norm.weight": 0.02}
+
+
+def with_gradients(factor: float = 1.0, **changed: float) -> Observed:
+    gradients = {name.replace("__", "."): value for name, value in changed.items()}
+    norms = {name: value * factor for name, value in GRADIENTS.items()} | gradients
+    return make_observed(make_update(FIRST, gradients=norms))
+
+
+def gradient_plan(*others: Observed, floor: float = 1e-5) -> WindowPlan:
+    reference = Controls(
+        names=("first", "repeat-2"),
+        observed=(with_gradients(), *(others or (with_gradients(),))),
+        evaluations=(make_evaluation(),) * 2,
+    )
+    table = tolerances(parameter_gradient={"from": "control", "factor": 10.0, "floor": floor})
+    bands = plan_bands(reference, table, first_update=FIRST, num_updates=COUNT)
+    kept, _, _ = split_bands(bands, vanishing(reference, bands))
+    return make_plan(bands=tuple(band for band in kept if band.metric == "parameter_gradient"))
+
+
+def gradient_findings(candidate: Observed, plan: WindowPlan) -> list[Problem]:
+    return list(compare_window(with_gradients(), candidate, plan).problems)
+
+
+def test_the_gradient_of_every_tensor_is_judged() -> None:
+    plan = gradient_plan()
+    assert gradient_findings(with_gradients(1 + 5e-6), plan) == []
+    (small,) = gradient_findings(with_gradients(norm__weight=0.02 * (1 + 2e-5)), plan)
+    assert (small.code, small.where["tensor"]) == ("SR-UPD-GRADIENT", "norm.weight")
+    (scaled,) = gradient_findings(with_gradients(0.75), plan)
+    assert "0.75 times" in scaled.hint
+    (lost,) = gradient_findings(make_observed(make_update(FIRST)), plan)
+    assert (lost.code, lost.where["key"]) == ("SR-UPD-UNRECORDED", "gradients")
+
+
+def test_a_gradient_that_is_rounding_alone_is_not_judged() -> None:
+    floor = 0.2  # a quarter of it, of an average gradient of 0.57, is 0.028: norm.weight, 0.02, is below
+    plan = gradient_plan(floor=floor)
+    assert {band.tensor for band in plan.bands} == {"embedding.weight"}
+    noisy = gradient_plan(with_gradients(norm__weight=0.05))
+    assert {band.tensor for band in noisy.bands} == {"embedding.weight"}
+
+
+def test_clipping_is_compared_where_the_gradient_agrees() -> None:
+    def clipped(to: float, grad_norm: float | None = None) -> Observed:
+        norm = make_update(15).grad_norm if grad_norm is None else grad_norm
+        return make_observed(make_update(15, step_norm=to, grad_norm=norm))
+
+    found = list(compare_window(clipped(1.0), clipped(1.0), make_plan()).problems)
+    assert found == []
+    (problem,) = compare_window(clipped(1.0), clipped(1.2), make_plan()).problems
+    assert (problem.code, problem.where["update"]) == ("SR-UPD-CLIP", 15)
+    other = [item.code for item in compare_window(clipped(1.0), clipped(1.2, grad_norm=9.0), make_plan()).problems]
+    assert other == ["SR-UPD-GRADNORM"]
+
+
+def test_an_average_that_stands_still_is_found() -> None:
+    def state(digest: str) -> dict[str, Any]:
+        return {"tensors": {"ema:w": {"digest": digest}, "param:w": {"digest": "0"}}}
+
+    moving, standing = (state("a"), state("b")), (state("a"), state("a"))
+    assert check_averages(moving, moving, "window") == []
+    assert [(p.code, p.where["tensor"]) for p in check_averages(moving, standing, "window")] == [
+        ("SR-UPD-AVERAGE", "ema:w")
+    ]
+    assert check_averages(standing, standing, "window") == []  # it does not move in the control either
+    assert check_averages((None, None), standing, "window") == []
+
+
 def test_boundaries() -> None:
     assert codes(make_observed(boundaries=frozenset({("log", 20), ("log", 30)}))) == ["SR-UPD-BOUNDARY"]
 
@@ -211,6 +285,9 @@ def test_replicas_after_the_window() -> None:
     assert [problem.code for problem in check_end(clean, None, "window")] == ["SR-UPD-UNRECORDED"]
     broken = make_state("end", nonfinite=1).body
     assert [problem.code for problem in check_end(clean, broken, "window")] == ["SR-UPD-NONFINITE"]
+    masked, other = ({"tensors": {"buffer:mask": {"nonfinite": 3, "digest": digest}}} for digest in "12")
+    assert check_end(masked, masked, "window") == []
+    assert [problem.code for problem in check_end(other, masked, "window")] == ["SR-UPD-NONFINITE"]
 
 
 # --- controls ---

@@ -276,6 +276,15 @@ def test_values_are_looked_at_when_deep(tmp_path: Path):
     assert sum(problem.code == "SR-VAL-NONFINITE" for problem in report.problems) == 2
 
 
+def test_a_mask_of_infinities_is_no_damage(tmp_path: Path):
+    state = job_state()
+    state["model"]["mask"] = torch.triu(torch.full((5, 5), float("-inf")), 1)
+    report = inspect(state, tmp_path / "step-3", deep=True)
+    assert found(report)["SR-VAL-NONFINITE"] is Severity.WARNING
+    state["model"]["mask"][4, 0] = float("nan")
+    assert found(inspect(state, tmp_path / "nan" / "step-3", deep=True))["SR-VAL-NONFINITE"] is Severity.ERROR
+
+
 def test_all_moments_zero_after_updates_is_an_error(tmp_path: Path):
     state = job_state()
     each_state(lambda _, slots: [slots[name].zero_() for name in ("exp_avg", "exp_avg_sq")])(state)

@@ -246,8 +246,9 @@ def test_ctrl_c_ends_the_reading_too(tmp_path: Path) -> None:
     assert (process.returncode, out, err) == (0, "", "Ctrl-C ends it\n")
 
 
-def test_a_path_that_is_not_there_is_one_clear_message(tmp_path: Path) -> None:
-    out, err = samerun("ui", "--no-open", str(tmp_path / "none")).communicate(timeout=60)
+@pytest.mark.parametrize("name", ["none", ""])
+def test_a_path_that_is_not_there_is_one_clear_message(tmp_path: Path, name: str) -> None:
+    out, err = samerun("ui", "--no-open", str(tmp_path / name) if name else "").communicate(timeout=60)
     assert out == ""
     assert "SR-PATH-NONE" in err
     assert "Traceback" not in err

@@ -11,8 +11,9 @@ import click
 from samerun.cli.output import emit_json, exit_code, print_problems, stdout_console
 
 if TYPE_CHECKING:
-    from samerun.core.order import GlobalOrder
+    from samerun.core.order import GlobalOrder, Ids
     from samerun.core.progress import Committed, LastBatch
+    from samerun.errors import UsageError
     from samerun.trace import Trace
     from samerun.verify.audit_runs import RunAudit
 
@@ -95,14 +96,49 @@ def _order(text: str) -> GlobalOrder:
     from samerun.errors import Problem, UsageError
 
     if not text.endswith(".json"):
-        return order_from_spec(text)
+        return order_from_spec(text, _draw)
     try:
-        return order_from_spec(json.loads(Path(text).read_text(encoding="utf-8")))
+        return order_from_spec(json.loads(Path(text).read_text(encoding="utf-8")), _draw)
     except (OSError, ValueError, RecursionError) as error:
         hint = "json.dump(order_spec(order), file) writes such a file"
         problem = Problem("SR-ORDER-TEXT", f"the order's file cannot be read: {error}", where={"file": text}, hint=hint)
         raise UsageError(problem) from None
 
+
+def _draw(length: int, seed: int) -> Ids:
+    """Draws a permutation as torch does: with torch itself where it is long and torch is there.
+
+    Raises:
+        UsageError: for one that would not fit into this machine's memory, or that only torch can draw (SR-ORDER-DRAW).
+    """
+    import importlib.util
+    import os
+
+    from samerun.core.orders.randperm import MAX_LENGTH, torch_randperm
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 8 * length > memory // 2:
+        raise _undrawn(length, f"at most {memory // 16} samples, in half of this machine's memory")
+    has_torch = importlib.util.find_spec("torch") is not None
+    if length >= MAX_LENGTH and not has_torch:
+        raise _undrawn(length, f"fewer than {MAX_LENGTH} samples where torch is not installed")
+    if length < _LONG or not has_torch:
+        return torch_randperm(length, seed)
+    from samerun.train.draw import torch_draw
+
+    return torch_draw(length, seed)
+
+
+def _undrawn(length: int, expected: str) -> UsageError:
+    from samerun.errors import Problem, UsageError
+
+    hint = "audit where the job ran, or check the number of samples; a keyed order holds nothing at any size"
+    message = f"a permutation of {length} samples cannot be drawn here"
+    return UsageError(Problem("SR-ORDER-DRAW", message, expected=expected, found=length, hint=hint))
+
+
+_LONG = 1 << 20  # from here on importing torch costs less than drawing without it
+_MOST_EPOCHS = 1_000_000  # that are walked through to where a trace begins
 
 _NAMED_HERE = frozenset({"SR-TRACE-OVERLAP", "SR-TRACE-OPEN", "SR-TRACE-NONFINITE"})
 
@@ -116,6 +152,7 @@ def _begin(
 
     first = next((index for trace in traces for index in trace.update_indices), 1)
     if from_sample is not None:
+        _require_near(order, from_sample, first)
         epoch, left = 0, from_sample
         while left >= (length := order.num_samples(epoch)):
             epoch, left = epoch + 1, left - length
@@ -127,7 +164,18 @@ def _begin(
         hint = "give --from-sample: how many samples the run had consumed before"
         message = f"the first recorded update is {first}, and the trace does not tell the global batch"
         raise UsageError(Problem("SR-AUDIT-BEGIN", message, where={"update": first}, hint=hint))
+    _require_near(order, (first - 1) * batch, first)
     return seek(order, first - 1, batch, last_batch)
+
+
+def _require_near(order: GlobalOrder, samples: int, update: int) -> None:
+    from samerun.errors import Problem, UsageError
+
+    if samples > (most := _MOST_EPOCHS * order.num_samples(0)):
+        hint = "the order is not the run's, or the update's number or --from-sample is not right"
+        message = "the first recorded update lies further along than a million epochs of the order"
+        problem = Problem("SR-AUDIT-BEGIN", message, where={"update": update}, expected=most, found=samples, hint=hint)
+        raise UsageError(problem)
 
 
 def _print(traces: Sequence[Trace], audit: RunAudit, order: GlobalOrder | None) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from samerun.errors import Problem, UsageError
+from samerun.errors import Problem, SamerunError, UsageError
 
 if TYPE_CHECKING:
     from samerun.convert.convert import Converted
@@ -37,6 +37,7 @@ _FILES_SHOWN = 20
 @click.option("--max-shard", metavar="SIZE", help="safetensors, huggingface: the most that one file holds.")
 @click.option("--flavour", metavar="F", help="huggingface: for trainer, accelerate, or both (the default).")
 @click.option("--masters", type=click.Choice(["params", "slots", "drop"]), help="Where fp32 masters go.")
+@click.option("--weights-only", is_flag=True, help="Parameters and buffers; no optimizer and nothing of the run.")
 @click.option("--stage", type=click.IntRange(1, 3), help="zero: the stage of the job that loads it.")
 @click.option("--format", "format_name", metavar="F", help="Read SRC as this format.")
 @click.option("--rank-timeout", default=120.0, show_default=True, metavar="S", help="Under torchrun: patience.")
@@ -56,6 +57,7 @@ def command(
     max_shard: str | None,
     flavour: str | None,
     masters: str | None,
+    weights_only: bool,
     stage: int | None,
     format_name: str | None,
     rank_timeout: float,
@@ -74,6 +76,7 @@ def command(
     \b
     samerun convert ckpt/step-1200 moved --to dcp
     samerun convert ds/global_step900 uni --to universal --dry-run
+    samerun convert ds/global_step900 model.pt --to torch --weights-only
     """
     import os
     from contextlib import ExitStack
@@ -99,6 +102,8 @@ def command(
     if dry_run and not first:
         return
     with ExitStack() as stack:
+        if as_json and first:
+            stack.enter_context(_failure_as_json("convert-plan" if dry_run else "convert", dest))
         cancel, meeting = Event(), None
         if launch is not None and not dry_run:
             meeting = stack.enter_context(meet(launch, Path(src), dest, cancel, rank_timeout, meeting_dir))
@@ -118,6 +123,7 @@ def command(
             writer=writer,
             payloads=first,
             masters=masters,
+            weights_only=weights_only,
         )
         if dry_run:
             if as_json:
@@ -137,6 +143,20 @@ def command(
         emit_json("convert", done.to_json())
     else:
         _print_done(prepared, done)
+
+
+@contextmanager
+def _failure_as_json(verb: str, dest: str) -> Generator[None]:
+    """Prints the result of a conversion that findings stopped: nothing was written, and why."""
+    from samerun.cli.output import emit_json
+
+    try:
+        yield
+    except SamerunError as error:
+        if error.exit_code != UsageError.exit_code:  # then there is no result, but a message
+            nothing = {"dest": dest, "bytes_read": 0, "bytes_written": 0, "seconds": 0.0, "proof": None, "state": None}
+            emit_json(verb, {**nothing, "problems": [problem.to_json() for problem in error.problems]})
+        raise
 
 
 def _usage(code: str, message: str, hint: str) -> UsageError:

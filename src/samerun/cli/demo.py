@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 @click.option("--to", "to", metavar="LAYOUT", help="Destination layout.  [default: dp_shard=3]")
 @click.option("--break", "fault_name", metavar="KIND", help="Inject a fault; the move must be rejected for it.")
 @click.option("--list-breaks", is_flag=True, help="List the faults and stop.")
-@click.option("--size", type=click.Choice(["tiny", "small"]), default="small", show_default=True, help="Model size.")
+@click.option(
+    "--size", type=click.Choice(["tiny", "slim", "small"]), default="small", show_default=True, help="Model size."
+)
 @click.option(
     "--precision",
     type=click.Choice(["float32", "mixed", "bfloat16"]),

@@ -98,7 +98,7 @@ def _facts(report: InspectReport, *, deep: bool) -> Iterator[tuple[str, str]]:
     yield "written by", _written_by(state)
     yield "progress", _progress(state)
     if state.groups:
-        yield "groups", printable(_groups(state))
+        yield "groups", printable(_groups(report))
     pieces = sum(len(entry.tiling) for entry in state.tensors.values())
     where = f"{pieces:,} pieces in {report.num_files} files"
     yield (
@@ -110,7 +110,7 @@ def _facts(report: InspectReport, *, deep: bool) -> Iterator[tuple[str, str]]:
             else f"  values are missing or unreadable, {where}"
         ),
     )
-    yield "intact", _intact(report.intact, report.checksums, deep=deep)
+    yield "intact", _intact(report.intact, report.checksums, report.evidence, deep=deep)
     if report.checksums is not None:
         yield "checksums", _checksums(report.checksums, report.intact)
     if state.rng:
@@ -147,7 +147,12 @@ def _progress(state: LogicalState) -> str:
     return ", ".join(parts)
 
 
-def _groups(state: LogicalState) -> str:
+def _groups(report: InspectReport) -> str:
+    state = report.state
+    lost = next((item.follows_from for item in report.problems if item.code.startswith("SR-GROUP-")), None)
+    if lost:
+        return f"not readable, because of {lost}"
+
     def setting(values: Any, name: str) -> str:
         value = values.get(name)
         return f"{name} {value:.6g}" if isinstance(value, int | float) else f"{name} {value}"
@@ -159,9 +164,10 @@ def _groups(state: LogicalState) -> str:
     ) + (f"; {len(state.groups) - 6} more" if len(state.groups) > 6 else "")
 
 
-def _intact(intact: bool | None, sums: Checksums | None, *, deep: bool) -> str:
+def _intact(intact: bool | None, sums: Checksums | None, evidence: tuple[str, ...], *, deep: bool) -> str:
     if intact is not None:
-        return _verdict("yes" if intact else "no") + ("  every checksum agrees" if intact else "  see below")
+        agree = f"every value is as recorded in {' and '.join(evidence)}" if evidence else "every checksum agrees"
+        return _verdict("yes" if intact else "no") + (f"  {agree}" if intact else "  see below")
     if not deep:
         return "not checked  (--deep reads every byte)"
     checked, total = (sums.checked or 0, sums.total or 0) if sums is not None else (0, 0)
@@ -181,7 +187,7 @@ def _checksums(sums: Checksums, intact: bool | None) -> str:
     if sums.checked is None:
         return f"{combined}; no values read"
     if not sums.total or not sums.checked:
-        return f"{combined}; every byte read, nothing recorded to compare with"
+        return f"{combined}; every byte read, no checksum recorded to compare with"
     agree = "they do not all agree" if intact is False else "all agree"
     return f"{combined}; compared with the bytes: {sums.checked:,} of {sums.total:,} payloads, {agree}"
 

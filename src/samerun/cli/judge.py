@@ -117,9 +117,16 @@ def _tail(body: Mapping[str, Any]) -> str:
         batch = validated["batch"]
         return (
             f"  {body['label']} on {axes}, {batch['global_batch']} samples per update "
-            f"({batch['option']}, {batch['passes']} passes), invariant {batch['invariant']}"
+            f"({batch['option']}, {batch['passes']} passes), invariant {batch['invariant']}{_rehearsed(validated)}"
         )
     if body["verdict"] == "abstain":
         return "  the evidence does not suffice to judge; this is not a pass"
     first = body["first_divergence"]
     return f"  first divergence: {first['criterion']} at {first['stage'] or 'the evidence'} ({first['code']})"
+
+
+def _rehearsed(validated: Mapping[str, Any]) -> str:
+    rehearsal = validated.get("rehearsal")
+    if not rehearsal:
+        return ""
+    return f"\n  a REHEARSAL of {rehearsal['of']}: a reduced copy on CPU processes, not the real move"

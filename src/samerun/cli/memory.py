@@ -20,12 +20,19 @@ _PARTS = ("parameters", "gradients", "optimizer", "masters", "ema", "buffers", "
 @click.command(name="memory")
 @click.argument("path")
 @click.option("--layout", required=True, metavar="LAYOUT", help="Destination, such as tp=2,dp_shard=4, or dp=10.")
+@click.option("--stage", type=click.IntRange(0, 3), help="ZeRO's; default: a ZeRO checkpoint's own, else FSDP2.")
 @click.option("--device-memory", metavar="SIZE", help="One device's memory, such as 80GiB, to compare with.")
 @click.option("--dtype", metavar="DTYPE", help="Type that gathered parameters compute in; default: as stored.")
 @click.option("--format", "format_name", metavar="F", help="The checkpoint's format; default: looked for.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, with every rank.")
 def command(
-    path: str, layout: str, device_memory: str | None, dtype: str | None, format_name: str | None, as_json: bool
+    path: str,
+    layout: str,
+    stage: int | None,
+    device_memory: str | None,
+    dtype: str | None,
+    format_name: str | None,
+    as_json: bool,
 ) -> int:
     """Estimate memory per destination rank, and on the host, from the shapes in a checkpoint.
 
@@ -35,9 +42,11 @@ def command(
     \b
     samerun memory ckpt/step-12 --layout dp_shard=3 --device-memory 80GiB
     samerun memory ckpt/step-12 --layout tp=2,dp_shard=4 --dtype bfloat16
+    samerun memory ckpt/global_step900 --layout dp_shard=16 --stage 2
     """
     from samerun.core.dtype import parse_dtype
     from samerun.core.size import parse_size
+    from samerun.formats.deepspeed.carried import source_stage
     from samerun.formats.detect import open_checkpoint
     from samerun.plan.memory import estimate_memory
     from samerun.plan.migration import check_memory
@@ -49,7 +58,13 @@ def command(
         raise UsageError(Problem("SR-USAGE-OPTION", str(error))) from error
     state = open_checkpoint(path, format_name).state
     destination = parse_layout(layout, state.topology.layout)
-    estimate = estimate_memory(state, destination, compute_dtype=compute_dtype, device_memory_bytes=size_bytes)
+    estimate = estimate_memory(
+        state,
+        destination,
+        stage=source_stage(state) if stage is None else stage,
+        compute_dtype=compute_dtype,
+        device_memory_bytes=size_bytes,
+    )
     problems = check_memory(estimate)
     if as_json:
         emit_json("memory", {**estimate.to_json(), "problems": [problem.to_json() for problem in problems]})
@@ -100,6 +115,7 @@ def print_memory(estimate: MemoryEstimate) -> None:
     stdout_console().print(table)
     if len(rows) > _SHOWN_ROWS:
         click.echo(f"and {len(rows) - _SHOWN_ROWS} smaller kinds of rank")
+    click.echo("sharded as by FSDP2" if estimate.stage is None else f"sharded as by ZeRO stage {estimate.stage}")
     if unit := estimate.largest.gather_unit:
         click.echo(f"gather is the largest unit gathered at once: {printable(unit)}")
     if not estimate.optimizer_known:

@@ -180,13 +180,12 @@ def _print_rates(rates: PlannedRates) -> None:
     _heading(f"Learning rate at the next updates ({rates.kind})" if rates.kind else "Learning rate at the next updates")
     if rates.kind == "constant":
         click.echo("  no schedule was saved; these stay unless the script sets others")
-    if rates.why_not:
-        click.echo(f"  not known: {rates.why_not}")
-        return
     rows = [rates.rates[begin : begin + 5] for begin in range(0, len(rates.rates), 5)]
     for number, row in enumerate(rows):
         values = "  ".join(" ".join(f"{rate:.6g}" for rate in dict.fromkeys(group)) for group in row)
         click.echo(f"  {rates.first_update + 5 * number:>8}  {values}")
+    if rates.why_not:
+        click.echo(f"  not known: {rates.why_not}")
 
 
 def _print_batch(document: Document, options: tuple[BatchOption, ...], chosen: BatchOption | None) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from samerun import __version__
 from samerun.convert.prepare import Prepared, prepare
-from samerun.convert.prove import Claim, Evidence, prove_equal
+from samerun.convert.prove import Claim, Evidence, list_proved, prove_equal
 from samerun.convert.sources import changes_since
 from samerun.core.dtype import DType
 from samerun.core.mesh import Layout
@@ -274,9 +274,10 @@ def make_proof(prepared: Prepared, evidence: Evidence, written: TreeFingerprint)
             "fingerprint": written.digest,
             "files": len(plan.destination.files),
             "bytes": plan.bytes_written,
+            "update": prepared.view.state.progress.update,
         },
         "plan": plan.hash,
-        "tensors": {tensor.key: tensor.to_json() for tensor in evidence.tensors},
+        "tensors": list_proved(evidence.tensors),
         "state": evidence.state,
         "decisions": [problem.to_json() for problem in prepared.decisions],
         "dtypes": {key: dtype.name for key, dtype in prepared.dtypes.items()},

@@ -6,15 +6,17 @@ import importlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from samerun.convert.dtypes import RecastCheckpoint, plan_dtypes
 from samerun.convert.masters import settle_masters
 from samerun.convert.objects import settle_objects
 from samerun.convert.sources import combined_fingerprint, fingerprint_source
+from samerun.convert.view import StateView
+from samerun.convert.weights import keep_weights
 from samerun.core.dtype import DType
 from samerun.core.mesh import Layout
-from samerun.core.state import LogicalState
 from samerun.core.written import DestinationPlan
 from samerun.errors import PlanError, Problem, Severity, StalePlan, UndecidedError, UsageError
 from samerun.execute.check import check_plan
@@ -68,6 +70,7 @@ def prepare(
     writer: Writer | None = None,
     payloads: bool = True,
     masters: str | None = None,
+    weights_only: bool = False,
 ) -> Prepared:
     """Plans a conversion and refuses whatever stands against it. Writes nothing.
 
@@ -85,6 +88,7 @@ def prepare(
         payloads: whether to compare stored bytes with the checksums recorded beside them; one of several processes
             does it for all.
         masters: where fp32 masters go that the format has no place for: see `samerun.convert.masters`.
+        weights_only: leave out everything but parameters and buffers: see `samerun.convert.weights`.
 
     Raises:
         UsageError: for a destination or a format that cannot be.
@@ -92,12 +96,17 @@ def prepare(
         PlanError: if the plan is not right: a defect of the writer, or values that the source lacks.
     """
     place = _require_place(dest, given or source.path, source.path)
-    lay_out = writer or load_writer(to)
+    lay_out: Callable[..., DestinationPlan] = writer or load_writer(to)
     original, source = original or source, adapt_source(source, to)
     said: tuple[Problem, ...] = ()
     if masters is not None:
         source, said = settle_masters(source, masters, to)
         allow = {*allow, "SR-WRITE-MASTERS"}
+    left_out: dict[str, str] = {}
+    if weights_only:
+        source, left_out, note = keep_weights(source, to)
+        said = (*said, note)
+        lay_out = partial(lay_out, bare=True) if to == "torch" else lay_out
     dtypes = plan_dtypes(source.state, dtype) if dtype else {}
     trees = fingerprint_source(source.path, ())
     found = list(inspect_checkpoint(original).problems)
@@ -107,9 +116,10 @@ def prepare(
     trusted = isinstance(original, Inspectable) and (checked is None or checked.intact is not False)
     decisions = require_decided(found, allow)
     state, kept = settle_objects(source.state)
-    view = RecastCheckpoint(_Settled(source, state), dtypes) if dtypes else _Settled(source, state)
+    view = RecastCheckpoint(StateView(source, state), dtypes) if dtypes else StateView(source, state)
     embedded: set[str] = set()
     destination = lay_out(WriteSource(view.state, _scalar_reader(view, embedded)), layout)
+    destination = replace(destination, dropped={**left_out, **destination.dropped})
     decisions += require_decided(destination.problems, allow)
     settings = settings or Settings()
     plan = plan_conversion(
@@ -193,19 +203,6 @@ def require_decided(problems: Iterable[Problem], allow: Collection[str]) -> list
     if undecided := [problem for problem in blocking if problem.code not in allow]:
         raise UndecidedError(undecided)
     return blocking
-
-
-class _Settled:
-    """A checkpoint whose objects were settled: the same tensors beside another state."""
-
-    def __init__(self, inner: Checkpoint, state: LogicalState) -> None:
-        self.path, self.state, self._inner = inner.path, state, inner
-        self.locate, self.read, self.read_piece, self.close = (
-            inner.locate,
-            inner.read,
-            inner.read_piece,
-            inner.close,
-        )
 
 
 def _scalar_reader(view: Checkpoint, embedded: set[str]) -> Callable[[str], Array]:

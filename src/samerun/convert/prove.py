@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Event
@@ -45,6 +45,17 @@ class ProvedTensor:
         if self.cast_from is not None:
             body["cast_from"] = self.cast_from
         return body
+
+
+def list_proved(tensors: Iterable[ProvedTensor]) -> dict[str, Any]:
+    """Returns the proof's entries by the source's key. Further places of a tied tensor are its `copies`."""
+    listed: dict[str, Any] = {}
+    for tensor in tensors:
+        if tensor.key in listed:
+            listed[tensor.key].setdefault("copies", []).append(tensor.saved)
+        else:
+            listed[tensor.key] = tensor.to_json()
+    return listed
 
 
 @dataclass(slots=True)

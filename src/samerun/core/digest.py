@@ -135,6 +135,18 @@ def bits_of(array: npt.NDArray[np.generic]) -> npt.NDArray[np.unsignedinteger]:
     return flat.view(f"u{width}")
 
 
+def sum_unordered(bits: npt.NDArray[np.unsignedinteger]) -> int:
+    """Returns a sum over elements, modulo 2**64, that their places do not change; parts of a tensor add up.
+
+    Equal sums of two tensors of one shape whose digests differ say that the values are the same ones in other places.
+    It tells kinds of damage apart and proves nothing: unlike the digest it is easily forged.
+    """
+    wide = bits.astype(np.uint64)
+    with np.errstate(over="ignore"):
+        terms = (wide * np.uint64(MULTIPLIER_1) + np.uint64(MULTIPLIER_2)) * wide
+        return int(terms.sum(dtype=np.uint64))
+
+
 def complex_as_two(
     dtype: DType, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from samerun.core.mapsteps import Concat, FuseQKV, Resize, Split, SplitQKV, Stack, Step, Transpose, Unstack
+from samerun.core.mapsteps import (
+    Concat,
+    FuseQKV,
+    Resize,
+    RotaryHalves,
+    RotaryPairs,
+    Split,
+    SplitQKV,
+    Stack,
+    Step,
+    Transpose,
+    Unstack,
+)
 from samerun.core.namemap import NameMap, Pattern, Rule
+from samerun.core.state import Role
 
 VERSION_KEY = "samerun-map"
 
@@ -102,8 +115,8 @@ def _parse_rule(item: Any, numbers: Mapping[str, int]) -> Rule:
         raise MapSyntaxError([f"optional is true or false, not {optional!r}"])
     if "drop" in body and set(body) <= {"drop", "optional"}:
         return Rule(_patterns(body["drop"], "drop"), (), optional=optional)
-    if not {"from", "to"} <= set(body) <= {"from", "to", "do", "optional"}:
-        raise MapSyntaxError(["a rule has from and to, and may have do and optional; or it has drop"])
+    if not {"from", "to"} <= set(body) <= {"from", "to", "do", "optional", "roles"}:
+        raise MapSyntaxError(["a rule has from and to, and may have do, optional and roles; or it has drop"])
     sources, targets = _patterns(body["from"], "from"), _patterns(body["to"], "to")
     steps = body.get("do", [])
     listed: list[Any] = cast("list[Any]", steps) if isinstance(steps, list) else [steps]
@@ -116,7 +129,14 @@ def _parse_rule(item: Any, numbers: Mapping[str, int]) -> Rule:
             problems.append(str(error))
     if problems:
         raise MapSyntaxError(problems)
-    return Rule(sources, targets, tuple(parsed), optional)
+    return Rule(sources, targets, tuple(parsed), optional, _parse_roles(body.get("roles", [])))
+
+
+def _parse_roles(value: Any) -> frozenset[Role]:
+    listed: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
+    if unknown := [role for role in listed if role not in set(Role)]:
+        raise MapSyntaxError([f"roles are {', '.join(Role)}, not {unknown[0]!r}"])
+    return frozenset(Role(role) for role in listed)
 
 
 def _patterns(value: Any, field: str) -> tuple[Pattern, ...]:
@@ -168,6 +188,10 @@ class _Settings:
             raise ValueError(f"{self._kind}: {name} is a list of numbers, not {value!r}")
         return tuple(self._resolve(name, item) for item in cast("list[Any]", value))
 
+    def each(self, name: str) -> tuple[int, ...]:
+        """A number for one tensor, or a list with one for each."""
+        return self.several(name) or () if isinstance(self._given[name], list) else (self.number(name),)
+
     def text(self, name: str) -> str:
         return str(self._given[name]).strip("{}")
 
@@ -207,6 +231,12 @@ STEPS: Mapping[str, tuple[Callable[[_Settings], Step], frozenset[str], frozenset
         frozenset({"heads", "groups"}),
         frozenset({"heads", "groups"}),
     ),
+    "rotary-halves": (
+        lambda given: RotaryHalves(given.each("heads")),
+        frozenset({"heads"}),
+        frozenset({"heads"}),
+    ),
+    "rotary-pairs": (lambda given: RotaryPairs(given.each("heads")), frozenset({"heads"}), frozenset({"heads"})),
     "stack": (
         lambda given: Stack(given.text("over"), given.number("start", 0)),
         frozenset({"over", "start"}),

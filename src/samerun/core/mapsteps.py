@@ -7,9 +7,10 @@ forwards; its inverse is another step of the same kind.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from samerun.core.links import Link, Shape
+from samerun.core.links import Link, Shape, whole
 
 
 class Step(ABC):
@@ -216,6 +217,53 @@ def _head_width(shape: Shape, heads: int, groups: int) -> int:
     if rest or not width:
         raise ValueError(f"split-qkv of {heads} heads in {groups} groups of a tensor of shape {shape}")
     return width
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryHalves(Step):
+    """Reorders the rows of query or key heads whose rotary positions turn pairs of rows, so that they turn halves.
+
+    Within each head, rows 0, 2, 4, ... come first and then 1, 3, 5, ...: from Meta's and torchtitan's layout to that of
+    Hugging Face and Megatron-LM. `heads` has a number per tensor; one with 0 is left as it is.
+    """
+
+    heads: tuple[int, ...]
+
+    def apply(self, shapes: list[Shape]) -> tuple[list[Shape], list[Link]]:
+        if len(shapes) != len(self.heads):
+            raise ValueError(f"rotary rows of {len(self.heads)} tensors, not {len(shapes)}")
+        links: list[Link] = []
+        for number, (shape, heads) in enumerate(zip(shapes, self.heads, strict=True)):
+            half, rest = divmod(shape[0] if shape else 0, 2 * heads) if heads else (0, 0)
+            if rest or (heads and not half):
+                raise ValueError(f"rotary rows of {heads} heads in a tensor of shape {shape}")
+            links += _halved(number, shape, half) if heads else [whole(shape, number, number)]
+        return shapes, links
+
+    def inverse(self) -> Step:
+        return RotaryPairs(self.heads)
+
+
+def _halved(number: int, shape: Shape, half: int) -> Iterator[Link]:
+    for row in range(shape[0]):
+        head, inside = row - row % (2 * half), row % (2 * half)
+        source, box = _boxes(shape, 0, row, 1)
+        target, _ = _boxes(shape, 0, head + inside % 2 * half + inside // 2, 1)
+        yield Link(number, number, source, target, _same_axes(len(shape)), box)
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryPairs(Step):
+    """Undoes `RotaryHalves`: the rows that turn together lie together."""
+
+    heads: tuple[int, ...]
+
+    def apply(self, shapes: list[Shape]) -> tuple[list[Shape], list[Link]]:
+        found, links = RotaryHalves(self.heads).apply(shapes)
+        return found, [link.reversed() for link in links]
+
+    def inverse(self) -> Step:
+        return RotaryHalves(self.heads)
 
 
 @dataclass(frozen=True, slots=True)

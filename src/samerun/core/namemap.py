@@ -66,13 +66,15 @@ class Rule:
     """Names in A, names in B, and the steps from one to the other. No `targets`: the tensor is left out.
 
     Without steps, source `i` becomes target `i`. Patterns that contain a `:` are whole keys (`param:a`, `buffer:a`).
-    A rule that is not `optional` must fit some tensor.
+    A rule that is not `optional` must fit some tensor. With `roles`, it fits tensors of these roles only: a framework
+    may fuse what its optimizer sees and save the model apart.
     """
 
     sources: tuple[Pattern, ...]
     targets: tuple[Pattern, ...]
     steps: tuple[Step, ...] = ()
     optional: bool = False
+    roles: frozenset[Role] = frozenset()
 
     def check(self) -> list[str]:
         """Returns what is wrong with the rule itself, before any state is looked at."""
@@ -107,7 +109,7 @@ class Rule:
             raise ValueError(f"{names}: what was left out cannot be brought back")
         try:
             steps = tuple(step.inverse() for step in reversed(self.steps))
-            return Rule(self.targets, self.sources, steps, self.optional)
+            return Rule(self.targets, self.sources, steps, self.optional, self.roles)
         except ValueError as error:
             raise ValueError(f"{names}: {error}") from None
 
@@ -183,7 +185,7 @@ class NameMap:
     def find(self, key: TensorKey) -> tuple[Rule, int, Binding] | None:
         """Returns the rule for a tensor, which of the rule's sources it is, and what the variables stand for."""
         for rule in self.rules:
-            for position, pattern in enumerate(rule.sources):
+            for position, pattern in enumerate(rule.sources if not rule.roles or key.role in rule.roles else ()):
                 binding = pattern.match(str(key) if ":" in pattern.text else key.fqn)
                 if binding is not None:
                     return rule, position, binding
@@ -235,8 +237,16 @@ class _Application:
         self._names, self._state = names, state
         self._made: dict[str, MappedTensor] = {}
         self._by_name: dict[str, dict[str, None]] = {}
+        self._optimized: dict[str, dict[str, None]] = {}
+        self._widest: dict[str, TensorEntry] = {}
+        for entry in state.tensors.values():
+            if entry.key.role is Role.OPTIM and entry.num_elements > self._size(entry.key.fqn):
+                self._widest[entry.key.fqn] = entry
         self._dropped: list[str] = []
         self._problems: list[Problem] = []
+
+    def _size(self, fqn: str) -> int:
+        return self._widest[fqn].num_elements if fqn in self._widest else 0
 
     def run(self) -> MapResult:
         taken: dict[tuple[int, str], list[tuple[TensorEntry, int, Binding]]] = {}
@@ -259,7 +269,7 @@ class _Application:
                 self._keep(MappedTensor(entry.key, entry.shape, entry.dtype, (place,), (whole(entry.shape),)))
             else:
                 self._follow(self._names.rules[place[0]], taken[place])
-        names = {old: tuple(new) for old, new in self._by_name.items()}
+        names = {old: tuple(new) for old, new in {**self._by_name, **self._optimized}.items()}
         return MapResult(tuple(self._made.values()), names, tuple(self._dropped), tuple(self._problems))
 
     def _keep(self, tensor: MappedTensor) -> None:
@@ -271,6 +281,8 @@ class _Application:
         self._made[text] = tensor
         for source in tensor.sources:
             self._by_name.setdefault(_fqn(source), {})[tensor.key.fqn] = None
+            if tensor.key.role in (Role.OPTIM, Role.MASTER):  # groups go by the optimizer's names
+                self._optimized.setdefault(_fqn(source), {})[tensor.key.fqn] = None
 
     def _refuse(self, message: str, tensor: str) -> None:
         hint = "correct the rule; `samerun inspect --json` lists names and shapes"
@@ -325,7 +337,8 @@ class _Application:
         if entry.key.role is not Role.OPTIM:
             return None
         keys = (str(TensorKey(role, entry.key.fqn)) for role in (Role.PARAM, Role.MASTER))
-        return next((self._state.tensors[key] for key in keys if key in self._state.tensors), None)
+        found = next((self._state.tensors[key] for key in keys if key in self._state.tensors), None)
+        return found or self._widest.get(entry.key.fqn)
 
 
 def is_carried(entry: TensorEntry, owner: TensorEntry) -> bool:

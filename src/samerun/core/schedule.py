@@ -5,8 +5,9 @@ the saved state it is a formula, which can be printed before a job is launched a
 used. The formulas are torch 2.13.0's closed forms (`torch/optim/lr_scheduler.py`); its recursions agree with them to
 rounding.
 
-Progress is committed updates (or samples), never time: `ReduceLROnPlateau` follows the loss, `LambdaLR` a function that
-is not in the checkpoint. Both are refused by name.
+Progress is committed updates (or samples), never time. `LambdaLR` follows a function that is not in the checkpoint, and
+is refused by name. `ReduceLROnPlateau` follows the loss, but not at once: until its patience can run out its rates are
+known.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from samerun.core.trainer_rates import TRAINER_FACTORS
 from samerun.errors import Problem, UsageError
 
 Progress = Literal["updates", "samples"]
 MEGATRON = "OptimizerParamScheduler"
+PLATEAU = "ReduceLROnPlateau"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,8 @@ class Schedule:
 
     `base` are the base rates by parameter group; `parts` and `milestones` belong to `SequentialLR`, `phases` to
     `OneCycleLR`. `position` is `last_epoch`: how often it was stepped. `unit` is what a step counts: updates,
-    or samples for Megatron's.
+    or samples for Megatron's. `certain` is the number of steps whose rates are known whatever the loss does (plateau);
+    None: all.
     """
 
     kind: str
@@ -41,6 +45,7 @@ class Schedule:
     peaks: tuple[tuple[float, float, float], ...] = ()
     unit: Progress = "updates"
     phases: tuple[tuple[float, str, str], ...] = ()
+    certain: int | None = None
 
     @property
     def horizon(self) -> int | None:
@@ -69,10 +74,13 @@ class Schedule:
                 self._one_cycle(dict(zip(("initial_lr", "max_lr", "min_lr"), p, strict=True)), position)
                 for p in self.peaks
             )
+        if self.kind.startswith(TRAINER):
+            factor = TRAINER_FACTORS[self.kind.removeprefix(TRAINER)](position, self.arguments)
+            return tuple(base * factor for base in self.base)
         return tuple(_FORMULAS[self.kind](base, position, self.arguments) for base in self.base)
 
     def next_rates(self, count: int, *, stride: float = 1.0, factor: float = 1.0) -> tuple[tuple[float, ...], ...]:
-        """Returns the rates that the next `count` updates use, in order.
+        """Returns the rates that the next `count` updates use, in order; fewer where no more are certain.
 
         Args:
             count: updates. stride: steps of the schedule per update: 1 where it is stepped once per update; the number
@@ -80,6 +88,8 @@ class Schedule:
                 Accelerate's default; new batch / old batch where progress is counted in samples (`stride_of`).
             factor: what a learning-rate policy multiplies every rate by.
         """
+        if self.certain is not None:
+            count = min(count, math.ceil(self.certain / stride))
         return tuple(
             tuple(rate * factor for rate in self.rates(self.position + stride * update)) for update in range(count)
         )
@@ -144,6 +154,10 @@ def _constant(base: float, at: float, given: Mapping[str, Any]) -> float:
     return base * (given["factor"] if at < given["total_iters"] else 1.0)
 
 
+def _as_it_is(base: float, at: float, given: Mapping[str, Any]) -> float:
+    return base
+
+
 _FORMULAS: dict[str, Callable[[float, float, Mapping[str, Any]], float]] = {
     "StepLR": _step,
     "MultiStepLR": _multi_step,
@@ -153,7 +167,28 @@ _FORMULAS: dict[str, Callable[[float, float, Mapping[str, Any]], float]] = {
     "PolynomialLR": _polynomial,
     "CosineAnnealingLR": _cosine,
     "CosineAnnealingWarmRestarts": _restarts,
+    PLATEAU: _as_it_is,
 }
+
+TRAINER = "Trainer's "
+"""Begins the kind of a schedule that Hugging Face's Trainer built: `Trainer's cosine`."""
+
+
+def trainer_schedule(kind: str, base: tuple[float, ...], position: int, given: Mapping[str, Any]) -> Schedule:
+    """Returns a schedule of Hugging Face's Trainer.
+
+    Args:
+        kind: `lr_scheduler_type`. base: rates by group. position: steps that were made.
+        given: `warm_up` and `total` in steps, `rate` (the Trainer's `learning_rate`), and `lr_scheduler_kwargs`.
+
+    Raises:
+        ValueError: for a kind whose rates follow from more than that.
+    """
+    if kind not in TRAINER_FACTORS:
+        raise ValueError(f"the Trainer's {kind} schedule follows more than its arguments")
+    total = {} if kind in ("constant", "constant_with_warmup", "inverse_sqrt") else {"total_iters": given["total"]}
+    return Schedule(TRAINER + kind, base, position, {**given, **total})
+
 
 _NEEDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("CosineAnnealingWarmRestarts", ("T_0", "T_mult", "eta_min")),
@@ -162,8 +197,14 @@ _NEEDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("LinearLR", ("start_factor", "end_factor", "total_iters")),
     ("PolynomialLR", ("total_iters", "power")),
     ("ConstantLR", ("factor", "total_iters")),
+    ("ExponentialLR", ("gamma",)),
 )
-"""What tells one class's state from another's: torch does not save the class."""
+"""What tells one class's state from another's: torch does not save the class. Anything beside it is another class."""
+
+_EVERY = frozenset(
+    {"base_lrs", "last_epoch", "verbose", "_step_count", "_is_initial", "_get_lr_called_within_step", "_last_lr"}
+)
+"""What torch's base class saves (2.13, and earlier versions)."""
 
 
 def parse_schedule(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]] = ()) -> Schedule:
@@ -171,22 +212,27 @@ def parse_schedule(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 
     Args:
         state: what `scheduler.state_dict()` gave.
-        groups: hyperparameters of the optimizer's groups, which `OneCycleLR` keeps its rates in.
+        groups: hyperparameters of the optimizer's groups, which `OneCycleLR` keeps its rates in; a plateau's are there
+            too, or in its own `_last_lr`.
 
     Raises:
-        UsageError: SR-SCHEDULE-UNKNOWN where the rates are not in the checkpoint: plateau, lambdas, and other classes.
+        UsageError: SR-SCHEDULE-UNKNOWN where the rates are not in the checkpoint: lambdas, and other classes.
     """
+    return _checked(_read(state, groups), state)
+
+
+def _read(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Schedule:
     if "lr_decay_style" in state and "num_steps" in state:
         return _read_megatron(state, groups)
     position = state.get("last_epoch")
     if not isinstance(position, int):
         raise _unknown("it does not tell where it stands")
     if "patience" in state:
-        raise _unknown("ReduceLROnPlateau follows the loss; its next rates are in no checkpoint")
+        return _read_plateau(state, groups, position)
     if "lr_lambdas" in state or "lmbdas" in state:
         raise _unknown("LambdaLR follows a function of the script, which is not saved")
     if "_schedulers" in state and "_milestones" in state:
-        parts = tuple(parse_schedule(part, groups) for part in state["_schedulers"])
+        parts = tuple(_read(part, groups) for part in state["_schedulers"])
         marks = tuple(int(mark) for mark in state["_milestones"])
         return Schedule("SequentialLR", parts[0].base, position, {}, parts, marks)
     if "_schedule_phases" in state:
@@ -194,15 +240,28 @@ def parse_schedule(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
     base = tuple(float(rate) for rate in state.get("base_lrs", ()))
     if not base:
         raise _unknown("it has no base rates")
-    if "milestones" in state and "gamma" in state:
+    own = {str(name) for name in state} - _EVERY - {"T_cur", "T_i"}
+    if own == {"milestones", "gamma"}:
         marks = sorted((int(mark), int(count)) for mark, count in dict(state["milestones"]).items())
         return Schedule("MultiStepLR", base, position, {"gamma": float(state["gamma"]), "marks": marks})
     for kind, names in _NEEDS:
-        if all(name in state for name in names):
+        if own == set(names):
             return Schedule(kind, base, position, {name: float(state[name]) for name in names})
-    if "gamma" in state:
-        return Schedule("ExponentialLR", base, position, {"gamma": float(state["gamma"])})
-    raise _unknown(f"no class of torch's saves {', '.join(sorted(map(str, state)))}")
+    raise _unknown(f"no class of torch's that has a formula saves {', '.join(sorted(map(str, state)))}")
+
+
+def _checked(schedule: Schedule, state: Mapping[str, Any]) -> Schedule:
+    """Returns the schedule if its formula gives the rates that the state says were set last.
+
+    A subclass with a `get_lr` of its own, or rates that the script scaled by hand, is told by nothing else.
+    """
+    last = state.get("_last_lr")
+    if not isinstance(last, list | tuple):
+        return schedule
+    found = [float(rate) for rate in cast("Sequence[Any]", last)]
+    if not _rates_agree(schedule.rates(schedule.position), found, 1e-6):
+        raise _unknown("the rates that it set last are not those of its class's formula")
+    return schedule
 
 
 def _read_one_cycle(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], position: int) -> Schedule:
@@ -213,6 +272,19 @@ def _read_one_cycle(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
     phases = tuple((float(p["end_step"]), str(p["start_lr"]), str(p["end_lr"])) for p in state["_schedule_phases"])
     linear = float(state.get("_anneal_func_type") == "linear")
     return Schedule("OneCycleLR", tuple(p[0] for p in peaks), position, {"linear": linear}, peaks=peaks, phases=phases)
+
+
+def _read_plateau(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], position: int) -> Schedule:
+    """torch 2.13.0: a step without improvement counts as bad, and the rates fall at the step that makes more bad ones
+    than `patience`; while it cools down, steps do not count."""
+    rates = tuple(float(group["lr"]) for group in groups if "lr" in group) or tuple(
+        map(float, state.get("_last_lr", ()))
+    )
+    if not rates:
+        raise _unknown("ReduceLROnPlateau keeps its rates in the optimizer's groups, which were not saved with it")
+    cooling = int(state["cooldown_counter"])
+    bad = 0 if cooling else int(state["num_bad_epochs"])
+    return Schedule(PLATEAU, rates, position, {}, certain=cooling + int(state["patience"]) - bad + 1)
 
 
 def _read_megatron(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Schedule:

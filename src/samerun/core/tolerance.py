@@ -1,12 +1,14 @@
 """Tolerances: how far a candidate may lie from the control, per metric and update, and where that limit comes from.
 
-A limit is declared before any candidate runs, from one of three places, and the band remembers which:
+A limit is declared before any candidate runs, from one of four places, and the band remembers which:
 
 * `control`: the reference was run again with a harmlessly different order of summation. What those two runs differ
   by is what rounding alone does to this model on this data, so the limit is
   `max(floor, factor x the largest deviation seen up to that update)`. The running maximum is taken because rounding
   differences feed back through the weights and do not shrink again, while a single update may agree by luck.
 * `precision`: the controls repeat bit for bit, or there is only one; the floor alone is the limit.
+* `analysis`: the bound of `samerun.core.rounding`, from the type, the lengths of sums, the depth and the statistics of
+  the control's gradients.
 * `user`: a number and a reason, taken as they are.
 
 The floor is numerical analysis, not experience. Two orders of summing the same n rounded terms differ by about
@@ -29,13 +31,17 @@ from typing import Any, Literal, Self
 from samerun.core.dtype import DTYPES, DType
 from samerun.errors import Problem
 
-METRICS = ("loss", "grad_norm", "update_norm", "parameter_delta", "eval_loss", "eval_logits")
+METRICS = (*("loss", "grad_norm", "update_norm", "parameter_gradient", "parameter_delta", "eval_loss", "eval_logits"),)
+
+PER_TENSOR = ("parameter_gradient", "parameter_delta")
+"""Metrics that every tensor has a band of its own for."""
 
 GROWTH: Mapping[str, tuple[float, float]] = {
     "loss": (16.0, 4.0),  # one mean over all tokens behind the whole forward pass
     "grad_norm": (128.0, 128.0),  # forward, backward and a sum of squares over all parameters
     "update_norm": (64.0, 32.0),  # the same, through the optimizer, which divides by small numbers
-    "parameter_delta": (256.0, 256.0),  # one tensor alone: little averages its noise away
+    "parameter_gradient": (256.0, 256.0),  # one tensor alone: little averages its noise away
+    "parameter_delta": (256.0, 256.0),  # the same, through the optimizer
     "eval_loss": (8.0, 2.0),  # of one example, without dividing by its tokens
     "eval_logits": (16.0, 4.0),  # the largest of many differences, against the largest logit
 }
@@ -47,13 +53,14 @@ Measured between layouts (4 ranks to 3, 2, TP 2 x DP 2, HSDP 2 x 2) on a small G
 SINGLE = frozenset({"eval_loss", "eval_logits"})
 """Metrics of single examples: nothing is averaged, whatever the size of an update."""
 
-HELD_IN_COMPUTE_TYPE = frozenset({"grad_norm"})
+HELD_IN_COMPUTE_TYPE = frozenset({"grad_norm", "parameter_gradient"})
 """Metrics that a trainer may hold in the compute type itself: clipping computes the norm of bf16 gradients in bf16."""
 
 CEILING: Mapping[str, float] = {
     "loss": 0.02,
     "grad_norm": 0.25,
     "update_norm": 0.25,
+    "parameter_gradient": 0.25,
     "parameter_delta": 0.5,
     "eval_loss": 0.05,
     "eval_logits": 0.1,
@@ -65,7 +72,7 @@ SPARE = 3.0
 """A band must be at least this many times as wide as what the controls themselves differ by. Where the ceiling leaves
 less, an innocent candidate could fail, so the answer is to abstain."""
 
-Origin = Literal["control", "precision", "user"]
+Origin = Literal["control", "precision", "analysis", "user"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +80,8 @@ class Band:
     """The limit for one metric, update by update.
 
     `limits[i]` belongs to update `first_update + i`; a metric measured once (evaluation) has one limit. `observed` are
-    the controls' own deviations, in the same order. `tensor` names the tensor for `parameter_delta`.
+    the controls' own deviations, in the same order. `tensor` names the tensor for metrics that every tensor has
+    (`PER_TENSOR`).
     """
 
     metric: str
@@ -228,12 +236,26 @@ def band_from_user(
     )
 
 
+def band_from_analysis(
+    metric: str, first_update: int, limits: Sequence[float], *, reason: str, tensor: str | None = None
+) -> Band:
+    """Returns a band with the bounds of an analysis; an infinite one says that nothing is known there."""
+    return Band(
+        metric=metric,
+        first_update=first_update,
+        limits=tuple(limits),
+        origin="analysis",
+        reason=reason,
+        tensor=tensor,
+    )
+
+
 def bands_to_json(bands: Sequence[Band], noise: Sequence[str]) -> dict[str, Any]:
-    """Returns the sealed form: a band by metric, one by tensor for `parameter_delta`, and the tensors left out."""
+    """Returns the sealed form: a band by metric, one by tensor for those of `PER_TENSOR`, and the tensors left out."""
     body: dict[str, Any] = {"parameter_delta": {}, "noise": list(noise)}
     for band in bands:
         if band.tensor is not None:
-            body["parameter_delta"][band.tensor] = band.to_json()
+            body.setdefault(band.metric, {})[band.tensor] = band.to_json()
         else:
             body[band.metric] = band.to_json()
     return body
@@ -241,8 +263,9 @@ def bands_to_json(bands: Sequence[Band], noise: Sequence[str]) -> dict[str, Any]
 
 def bands_from_json(body: Mapping[str, Any]) -> tuple[Band, ...]:
     """Reads `bands_to_json` back."""
-    whole = [Band.from_json(item) for name, item in body.items() if name not in ("parameter_delta", "noise")]
-    return (*whole, *(Band.from_json(item) for item in body["parameter_delta"].values()))
+    whole = [Band.from_json(item) for name, item in body.items() if name not in (*PER_TENSOR, "noise")]
+    each = [Band.from_json(item) for name in PER_TENSOR for item in body.get(name, {}).values()]
+    return (*whole, *each)
 
 
 def check_band(band: Band) -> list[Problem]:
@@ -254,6 +277,8 @@ def check_band(band: Band) -> list[Problem]:
     ceiling = CEILING[band.metric]
     if band.origin == "user" or band.absolute:
         return []
+    if band.origin == "analysis":
+        return _check_bound(band, ceiling)
     spread = running_max(band.observed)
     noisy = [index for index, value in enumerate(spread) if value * SPARE > ceiling]
     if not noisy and band.floor <= ceiling:
@@ -269,6 +294,23 @@ def check_band(band: Band) -> list[Problem]:
             expected=f"a deviation of at most {ceiling / SPARE:.3g}" if noisy else f"a floor of at most {ceiling:g}",
             found=f"{spread[first]:.3g}" if noisy else f"{band.floor:.3g}",
             hint="make the run more repeatable (deterministic kernels, fp32, dropout off), shorten the window, or give "
+            f"tolerances.{band.metric} your own limit with its reason",
+        )
+    ]
+
+
+def _check_bound(band: Band, ceiling: float) -> list[Problem]:
+    wide = next((place for place, limit in enumerate(band.limits) if not limit <= ceiling), None)
+    if wide is None:
+        return []
+    return [
+        Problem(
+            "SR-CONTROL-NOISY",
+            f"the bound that analysis gives for {band.metric} is so wide that no candidate could be judged by it",
+            where={"update": band.first_update + wide, "key": band.metric, "stage": "control"},
+            expected=f"a bound of at most {ceiling:g}",
+            found=f"{band.limits[wide]:.3g}",
+            hint="shorten the window, measure it on the controls ({from: control}), or give "
             f"tolerances.{band.metric} your own limit with its reason",
         )
     ]

@@ -55,6 +55,7 @@ class DemoSettings:
         return (
             *("--size", self.size, "--precision", self.precision, "--seed", str(self.seed)),
             *("--schedule-updates", "60", "--warmup", "8", "--log-every", "10", "--eval-every", "20"),
+            *("--ema", "0.95", "--loss-scale", "256"),
         )
 
     @property

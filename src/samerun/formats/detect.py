@@ -386,7 +386,7 @@ def _unfinished(root: Path, data: list[str], names: list[str]) -> Problem:
 
 
 def _unsupported(root: Path, resemblance: str) -> Problem:
-    looks = f"it looks like {resemblance}" if resemblance else "nothing in it is known"
+    looks = f"by a name in it, it should hold {resemblance}" if resemblance else "nothing in it is known"
     return Problem(
         "SR-PATH-UNKNOWN",
         f"no checkpoint that samerun reads: {looks}",

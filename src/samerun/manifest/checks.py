@@ -13,12 +13,12 @@ from samerun.manifest.models import (
     Control,
     Destination,
     Launch,
-    Section,
     Side,
     Source,
     Transition,
     find_placeholders,
 )
+from samerun.manifest.section import Section
 
 Keys = tuple[str | int, ...]
 Locate = Callable[[Keys], Mapping[str, Any]]
@@ -152,6 +152,13 @@ def _check_control(control: Control, batch: Batch | None, locate: Locate) -> Ite
     if control.trace and not recorded:
         message = "control.trace is given, but kind original-layout runs the control itself"
         yield Problem("SR-MAN-CONTROL", message, where=locate(("control", "trace")))
+    if control.rehearsal is not None and recorded:
+        message = f"a rehearsal runs both layouts, and control kind {control.kind} reads a record"
+        hint = "say original-layout: the reduced copy is resumed on the source layout too"
+        yield Problem("SR-MAN-CONTROL", message, where=locate(("control", "rehearsal")), hint=hint)
+    if control.oracle is not None and "checkpoint" not in find_placeholders(control.oracle):
+        message = "control.oracle has no {checkpoint}, so it would not make the update that is examined"
+        yield Problem("SR-MAN-CONTROL", message, where=locate(("control", "oracle")))
     if control.vary_microbatch is None:
         return
     if control.repeats < 2 or control.kind == "trace":

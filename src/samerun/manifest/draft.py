@@ -20,7 +20,8 @@ from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role, Topology
 from samerun.core.tolerance import precision_floor
 from samerun.errors import Problem, Severity
-from samerun.manifest.models import METRICS, PLACEHOLDERS, Declare
+from samerun.manifest.models import PLACEHOLDERS, Declare
+from samerun.manifest.tolerances import METRICS
 
 FACTOR = 10
 """Bands that a draft proposes are this many times what two controls differ by."""
@@ -344,6 +345,8 @@ def _put_control(draft: _Draft, facts: _Facts) -> None:
     question = "which smaller microbatch shall the second control use, such as 1? null repeats the first as it is"
     comment = "max_microbatch of the second one: the same batch, added up in another order"
     draft.put("vary_microbatch", varied or Ask(question), comment)
+    draft.put("oracle", None, "small models: a command that makes one update on one process in float64")
+    draft.put("rehearsal", None, "{of, reduced, kept}, where a reduced copy stands for machines that are gone")
 
 
 def _put_tolerances(draft: _Draft, facts: _Facts) -> None:
@@ -355,10 +358,15 @@ def _put_tolerances(draft: _Draft, facts: _Facts) -> None:
     draft.note(
         "Relative bands: factor x what the controls differ by, never below floor. The floors are what another order\n"
         f"of additions does in {kind.name} over {terms} terms; lower precision needs wider ones (docs/manifest.md).\n"
-        "{from: user, limit: ..., reason: ...} states a band instead."
+        "{from: user, limit: ..., reason: ...} states a band instead, {from: analysis} computes a bound."
     )
+    # torch's Muon orthogonalises every gradient in bfloat16, whatever the precision of the run (2.13, `_muon.py`).
+    step = parse_dtype("bfloat16") if _optimizer(facts.state)[0] == "Muon" and kind.num_bytes > 2 else kind
+    if step is not kind:
+        draft.note("Muon computes its step in bfloat16, so update_norm and parameter_delta have the floors of that.")
     for metric in METRICS:
-        floor = float(f"{precision_floor(metric, kind, terms):.1e}")
+        of = step if metric in ("update_norm", "parameter_delta") else kind
+        floor = float(f"{precision_floor(metric, of, terms):.1e}")
         draft.put(metric, {"from": "control", "factor": FACTOR, "floor": floor})
 
 

@@ -12,11 +12,13 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag, field_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, field_validator
 
 from samerun.core.dtype import parse_dtype
 from samerun.core.mesh import Layout
 from samerun.core.size import parse_size
+from samerun.manifest.section import Count, Number, Positive, Section, Text
+from samerun.manifest.tolerances import Tolerances
 
 Framework = Literal["pytorch", "torchtitan", "deepspeed", "megatron", "huggingface", "accelerate", "lightning"]
 Format = Literal[
@@ -41,22 +43,10 @@ Label = Literal["continuation", "approximate-continuation", "intentional-change"
 ControlKind = Literal["original-layout", "continuation", "trace"]
 Policy = Literal["keep", "linear", "square-root", "value"]
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Text = Annotated[str, Field(min_length=1)]
-Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-METRICS = ("loss", "grad_norm", "update_norm", "eval_loss", "eval_logits", "parameter_delta")
 PLACEHOLDERS = (
     *("python", "checkpoint", "world_size", "layout", "dp_replicate", "dp_shard", "tp", "pp", "cp", "ep"),
     *("global_batch", "max_microbatch", "passes", "replicas", "updates"),
 )
-
-
-class Section(BaseModel):
-    """What every section shares: frozen, exact about types, and no key that is not known."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
 
 
 class Run(Section):
@@ -203,6 +193,18 @@ class Transition(Section):
     reason: str | None = Field(None, description="Why the run is not an exact continuation, where it is not.")
 
 
+class Rehearsal(Section):
+    """A stand-in for machines that are gone: both layouts, on CPU processes, with a smaller model and less data."""
+
+    of: Text = Field(description="The run that this stands for: its checkpoint, or where it is described.")
+    reduced: Annotated[dict[str, Text], Field(min_length=1)] = Field(
+        description="What is smaller, and to what: {layers: '48 to 2', data: '1 shard of 512'}."
+    )
+    kept: Annotated[tuple[Text, ...], Field(min_length=1)] = Field(
+        description="What is the real run's own: code, layouts, optimizer, schedule."
+    )
+
+
 class Control(Section):
     """What the candidate is compared with."""
 
@@ -212,42 +214,14 @@ class Control(Section):
     vary_microbatch: Positive | None = Field(
         None, description="max_microbatch of the second control, to vary the order of additions; null repeats as is."
     )
-
-
-class ControlTolerance(Section):
-    """A band measured on the controls: factor x the largest deviation seen between them, and never below floor."""
-
-    source: Literal["control"] = Field(alias="from", description="Where the band comes from.")
-    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(description="Times the controls' deviation.")
-    floor: Number = Field(description="Smallest half-width of the band.")
-    absolute: bool = Field(False, description="Absolute instead of relative deviations.")
-
-
-class UserTolerance(Section):
-    """A band that a person states, with the reason."""
-
-    source: Literal["user"] = Field(alias="from", description="Where the band comes from.")
-    limit: Number = Field(description="Half-width of the band.")
-    reason: Text = Field(description="Why this limit is right for this run.")
-    absolute: bool = Field(False, description="Absolute instead of relative deviations.")
-
-
-Tolerance = Annotated[ControlTolerance | UserTolerance, Field(discriminator="source")]
-
-
-class Tolerances(Section):
-    """The band of every metric that is judged. None may be left out: a missing band would be a hidden decision."""
-
-    loss: Tolerance = Field(description="Training loss of each update.")
-    grad_norm: Tolerance = Field(description="Global gradient norm before clipping.")
-    update_norm: Tolerance = Field(description="Global norm of each update.")
-    eval_loss: Tolerance = Field(description="Losses on the fixed examples.")
-    eval_logits: Tolerance = Field(description="Logits on the fixed examples.")
-    parameter_delta: Tolerance = Field(description="Norm of the change of the named parameters.")
-
-    def by_metric(self) -> dict[str, ControlTolerance | UserTolerance]:
-        """Returns the tolerances by metric name, in the order of `METRICS`."""
-        return {metric: getattr(self, metric) for metric in METRICS}
+    oracle: str | None = Field(
+        None,
+        description="Command that resumes on one process in float64 and makes one update, to compare both with; small "
+        "models only.",
+    )
+    rehearsal: Rehearsal | None = Field(
+        None, description="The job is a reduced copy of the real one, on CPU processes; null runs the real one."
+    )
 
 
 class Window(Section):
@@ -327,7 +301,15 @@ class Manifest(Section):
     def to_data(self) -> dict[str, Any]:
         """Returns the content as plain data, every default written out. The inverse of `from_data`."""
         data = self.model_dump(mode="json", by_alias=True)
-        return data if data["convert"] is not None else {name: item for name, item in data.items() if name != "convert"}
+        later = (
+            (data["tolerances"], "parameter_gradient"),
+            (data["control"], "oracle"),
+            (data["control"], "rehearsal"),
+        )
+        for section, name in ((data, "convert"), *later):
+            if section[name] is None:  # came later: what was sealed before keeps its hash
+                del section[name]
+        return data
 
     def sha256(self) -> str:
         """Returns `sha256:...` of the content; comments, order and spelled-out defaults make no difference."""

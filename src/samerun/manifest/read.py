@@ -22,8 +22,9 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from samerun.errors import Problem, UndecidedError, UsageError
 from samerun.manifest.checks import check_sections
-from samerun.manifest.models import Manifest, Section
+from samerun.manifest.models import Manifest
 from samerun.manifest.schema import accepted, describe, known_keys
+from samerun.manifest.section import Section
 
 Keys = tuple[str | int, ...]
 

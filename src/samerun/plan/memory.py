@@ -1,6 +1,7 @@
 """Memory per destination rank and on the host, estimated from shapes alone.
 
-The model is FSDP2 (`torch.distributed.fsdp.fully_shard`) under HSDP, tensor, context, pipeline and expert parallelism:
+Without a stage, the model is FSDP2 (`torch.distributed.fsdp.fully_shard`) under HSDP, tensor, context, pipeline and
+expert parallelism:
 
 * A parameter is cut on dimension 0 into `dp_shard x cp` rows-per-rank of `ceil(rows / ranks)`; parameters and gradients
   are allocated at that padded size on every rank, optimizer state at the rank's own rows (so the last ranks hold less).
@@ -10,6 +11,12 @@ The model is FSDP2 (`torch.distributed.fsdp.fully_shard`) under HSDP, tensor, co
   stage and everything else outside the blocks to the last; a tied tensor is on both.
 * A block is what `fully_shard` is usually applied to: everything up to the first number in the name (`layers.3`); all
   that is outside of blocks is one more unit. The largest unit is gathered whole, in the compute type, when it is used.
+
+With a stage, it is DeepSpeed's ZeRO, or a distributed optimizer that works alike (Megatron's is stage 1):
+
+* Stage 0 copies everything. From stage 1 on every rank keeps `1/n` of the optimizer and of the fp32 masters, which a
+  run in fp32 has too; from stage 2 on also of the gradients, at stage 3 also of the parameters, gathered unit by unit.
+  Tensors are cut as vectors of all their values, each padded to a multiple of the ranks.
 
 Activations, the gradient of the gathered unit, communication buffers and the framework's own memory come on top: the
 total is a lower bound. All amounts are in bytes.
@@ -29,10 +36,12 @@ import numpy.typing as npt
 from samerun.core.dtype import DType
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role, TensorEntry
+from samerun.plan.stacked import unstack_layers
 
 ROOT_UNIT = "(outside blocks)"
 
 _PARTS = ("parameters", "gradients", "optimizer", "masters", "ema", "buffers", "gather")
+_MASTER_BYTES = 4
 _EMBEDDING_WORDS = ("emb", "wte", "wpe", "tok")
 
 
@@ -79,13 +88,18 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Memory at a layout. `optimizer_known` is false where the checkpoint holds no optimizer state to count."""
+    """Memory at a layout. `optimizer_known` is false where the checkpoint holds no optimizer state to count.
+
+    `stage` is that of ZeRO, None for FSDP2. `num_blocks` are the blocks that pipeline stages share.
+    """
 
     layout: Layout
     per_rank: tuple[RankMemory, ...]
     host: HostMemory
     optimizer_known: bool
     device_memory_bytes: int | None = None
+    stage: int | None = None
+    num_blocks: int | None = None
 
     @property
     def largest(self) -> RankMemory:
@@ -101,6 +115,8 @@ class MemoryEstimate:
         """Returns the JSON form that `samerun memory --json` prints and a plan holds."""
         return {
             "layout": self.layout.to_dict(),
+            "stage": self.stage,
+            "num_blocks": self.num_blocks,
             "per_rank": [item.to_json() for item in self.per_rank],
             "host": {"consolidate_bytes": self.host.consolidate_bytes, "direct_bytes": self.host.direct_bytes},
             "optimizer_known": self.optimizer_known,
@@ -117,6 +133,8 @@ class MemoryEstimate:
             host=HostMemory(**body["host"]),
             optimizer_known=body["optimizer_known"],
             device_memory_bytes=body["device_memory_bytes"],
+            stage=body.get("stage"),
+            num_blocks=body.get("num_blocks"),
         )
 
 
@@ -151,6 +169,7 @@ def estimate_memory(
     state: LogicalState,
     layout: Layout,
     *,
+    stage: int | None = None,
     compute_dtype: DType | None = None,
     device_memory_bytes: int | None = None,
 ) -> MemoryEstimate:
@@ -159,11 +178,13 @@ def estimate_memory(
     Args:
         state: the checkpoint's logical state; only names, shapes and types are used.
         layout: the destination.
+        stage: of ZeRO, 0 to 3; None means FSDP2.
         compute_dtype: type in which gathered parameters are held; None means the type that they are stored in.
         device_memory_bytes: one device's memory, to compare with.
     """
-    cells = _Cells(state, layout, compute_dtype)
-    for entry in state.tensors.values():
+    unstacked = unstack_layers(state)
+    cells = _Cells(unstacked, layout, compute_dtype, stage)
+    for entry in unstacked.tensors.values():
         cells.add(entry)
     return MemoryEstimate(
         layout=layout,
@@ -171,6 +192,8 @@ def estimate_memory(
         host=_estimate_host(state, layout),
         optimizer_known=any(entry.key.role is Role.OPTIM for entry in state.tensors.values()),
         device_memory_bytes=device_memory_bytes,
+        stage=stage,
+        num_blocks=len(cells.block_stage),
     )
 
 
@@ -189,14 +212,18 @@ def _largest_piece_bytes(entry: TensorEntry) -> int:
 class _Cells:
     """Bytes by (pipeline stage, position in dp_shard x cp x tp): ranks that differ only in dp_replicate are alike."""
 
-    def __init__(self, state: LogicalState, layout: Layout, compute_dtype: DType | None) -> None:
+    def __init__(
+        self, state: LogicalState, layout: Layout, compute_dtype: DType | None, zero_stage: int | None
+    ) -> None:
         self.state = state
         self.layout = layout
+        self.zero_stage = zero_stage
         self.compute_dtype = compute_dtype
         self.width = layout.dp_shard * layout.cp * layout.tp
         self.bytes = {part: np.zeros((layout.pp, self.width), np.int64) for part in _PARTS}
         self.units: dict[tuple[int, str], int] = {}
         self.trainable = trainable_fqns(state)
+        self.mastered = {entry.key.fqn for entry in state.tensors.values() if entry.key.role is Role.MASTER}
 
     @cached_property
     def params(self) -> dict[str, TensorEntry]:
@@ -226,11 +253,14 @@ class _Cells:
                 self._put("ema", stages, self._held(entry) * entry.dtype.num_bytes)
 
     def _add_parameter(self, entry: TensorEntry, stages: frozenset[int]) -> None:
-        cut = self._cut(entry.key.fqn, entry.shape)
-        allocated = cut.allocated() * entry.dtype.num_bytes
-        self._put("parameters", stages, allocated)
-        if entry.key.fqn in self.trainable:
-            self._put("gradients", stages, allocated)
+        cut = self._cut(entry.key.fqn, entry.shape, from_stage=3)
+        self._put("parameters", stages, cut.allocated() * entry.dtype.num_bytes)
+        if trained := entry.key.fqn in self.trainable:
+            gradients = self._cut(entry.key.fqn, entry.shape, from_stage=2).allocated()
+            self._put("gradients", stages, gradients * entry.dtype.num_bytes)
+        if trained and self.zero_stage and entry.key.fqn not in self.mastered:
+            masters = self._cut(entry.key.fqn, entry.shape, from_stage=1).allocated()
+            self._put("masters", stages, masters * _MASTER_BYTES)
         if cut.shards > 1:
             computed = self.compute_dtype if self.compute_dtype and entry.dtype.kind == "float" else entry.dtype
             for stage in stages:
@@ -256,14 +286,19 @@ class _Cells:
         owner = self.params.get(entry.key.fqn)
         if not entry.shape or (owner is not None and owner.shape[:1] != entry.shape[:1]):
             return np.full(self.width, entry.num_elements, np.int64)
-        return self._cut(entry.key.fqn, entry.shape).held()
+        return self._cut(entry.key.fqn, entry.shape, from_stage=1).held()
 
-    def _cut(self, fqn: str, shape: tuple[int, ...]) -> _Cut:
-        layout = self.layout
+    def _cut(self, fqn: str, shape: tuple[int, ...], from_stage: int) -> _Cut:
+        """Returns how a tensor is cut that ZeRO shards from some stage on, and FSDP2 always."""
+        layout, ranks = self.layout, self.layout.dp_shard * self.layout.cp
         if layout.ep > 1 and "experts" in fqn.split("."):
             return _cut_expert(fqn, shape, layout)
         rows, rest = _cut_tp(shape, layout.tp)
-        return _Cut(rows, rest, layout.dp_shard * layout.cp, np.arange(self.width) // layout.tp)
+        if self.zero_stage is None:
+            return _Cut(rows, rest, ranks, np.arange(self.width) // layout.tp)
+        if self.zero_stage < from_stage:
+            return _Cut(rows, rest, 1, np.zeros(self.width, np.int64))
+        return _Cut(rows * rest, 1, ranks, np.arange(self.width) // layout.tp)
 
     def ranks(self) -> Iterator[RankMemory]:
         """Yields the ranks in order."""

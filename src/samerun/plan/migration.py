@@ -246,11 +246,15 @@ def plan_memory(manifest: Manifest, state: LogicalState, layout: Layout) -> Memo
 
 
 def check_memory(memory: MemoryEstimate) -> list[Problem]:
-    """Returns a finding if some rank's lower bound is above the device's memory."""
+    """Returns a finding if pipeline stages would be empty, and one if some rank's lower bound is above its device."""
+    problems: list[Problem] = []
+    if memory.num_blocks is not None and memory.layout.pp > max(1, memory.num_blocks):
+        problems.append(_empty_stages(memory.layout.pp, memory.num_blocks))
     if memory.fits is not False:
-        return []
+        return problems
     largest = memory.largest
     return [
+        *problems,
         Problem(
             "SR-PLAN-MEMORY",
             f"rank {largest.rank} needs at least {largest.total_bytes} bytes before any activation",
@@ -258,8 +262,19 @@ def check_memory(memory: MemoryEstimate) -> list[Problem]:
             expected=f"at most {memory.device_memory_bytes}",
             found=largest.total_bytes,
             hint="shard over more ranks (dp_shard, tp, pp), or name a larger device",
-        )
+        ),
     ]
+
+
+def _empty_stages(pp: int, blocks: int) -> Problem:
+    return Problem(
+        "SR-PLAN-STAGES",
+        f"the model has {blocks} blocks, so {pp - blocks} of {pp} pipeline stages would have none",
+        where={"key": "destination.layout"},
+        expected=f"pp of at most {max(1, blocks)}",
+        found=f"pp={pp}",
+        hint="blocks are counted by the first number in parameters' names, or by the rows of Megatron's stacked layers",
+    )
 
 
 def _refusal(problems: list[Problem]) -> PlanError:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from samerun.core.schedule import Progress, check_rates, parse_schedule, stride_of
+from samerun.core.schedule import PLATEAU, Progress, check_rates, parse_schedule, stride_of
 from samerun.core.state import LogicalState
 from samerun.errors import Problem, UsageError
 from samerun.plan.batch import LearningRatePlan
+from samerun.plan.trainer_schedule import read_trainer_schedule
 
 NEXT_UPDATES = 20
 CONSTANT = "constant"
@@ -18,7 +20,7 @@ CONSTANT = "constant"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRates:
-    """Rates by parameter group of consecutive updates from `first_update` on, or why they are not known.
+    """Rates by parameter group of consecutive updates from `first_update` on; `why_not` says why no more are known.
 
     Adjacent groups with equal rates are listed all the same: `rates[update][group]`.
     """
@@ -54,9 +56,10 @@ def plan_rates(
 
     A run without a scheduler keeps its groups' rates, unless its script computes them: `CONSTANT` binds nobody. With
     `progress="samples"` the schedule advances by new / old batch per update. A policy that names a value sets the
-    largest base rate to it and the others in proportion. A schedule that was stepped k times per update (Accelerate
-    steps once per process) goes on like that; one that was stepped otherwise (once per epoch) is not known; Megatron's
-    counts samples.
+    largest base rate to it and the others in proportion. A plateau's rates are those at hand until its patience can run
+    out, stepped at most once per update (or as often as it was on average). A schedule that was stepped k times per
+    update (Accelerate steps once per process) goes on like that; one that was stepped otherwise (once per epoch) is not
+    known; Megatron's counts samples.
     """
     groups = [group.hyperparameters for group in state.groups]
     factor = 1.0 if policy.factor is None else policy.factor
@@ -69,9 +72,11 @@ def plan_rates(
         constant = tuple(float(group["lr"]) * factor for group in groups)
         return PlannedRates(first_update=first_update, kind=CONSTANT, rates=(constant,) * count)
     try:
-        schedule = parse_schedule(state.scheduler, groups)
+        schedule = read_trainer_schedule(state) or parse_schedule(state.scheduler, groups)
         stride = stride_of(progress, old_batch, new_batch)
-        if schedule.unit == "samples":
+        if schedule.kind == PLATEAU:
+            stride = max(1.0, math.ceil(schedule.position / max(first_update - 1, 1)))
+        elif schedule.unit == "samples":
             stride *= old_batch
         else:
             stride *= _steps_per_update(schedule.position, first_update - 1)
@@ -79,7 +84,8 @@ def plan_rates(
     except (UsageError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         why = error.problems[0].message if isinstance(error, UsageError) else f"its state does not tell ({error})"
         return PlannedRates(first_update=first_update, kind=None, why_not=why)
-    return PlannedRates(first_update=first_update, kind=schedule.kind, rates=rates)
+    why = None if len(rates) == count else f"from update {first_update + len(rates)} on they follow the loss"
+    return PlannedRates(first_update=first_update, kind=schedule.kind, rates=rates, why_not=why)
 
 
 def _rate(group: Any) -> float:
@@ -90,7 +96,9 @@ def schedule_horizon(state: LogicalState, updates: int) -> int | None:
     """Returns after how many updates the saved schedule has run its course; None if it never does, or does not tell."""
     try:
         groups = [group.hyperparameters for group in state.groups]
-        schedule = None if state.scheduler is None else parse_schedule(state.scheduler, groups)
+        schedule = read_trainer_schedule(state)
+        if schedule is None and state.scheduler is not None:
+            schedule = parse_schedule(state.scheduler, groups)
         if schedule is None or schedule.unit == "samples" or schedule.horizon is None:
             return None
         return schedule.horizon // _steps_per_update(schedule.position, updates)

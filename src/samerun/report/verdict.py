@@ -177,4 +177,10 @@ def _validated(validated: Mapping[str, Any]) -> str:
     text = ", ".join(f"{axis}={size}" for axis, size in layout.items() if size != 1) or "one rank"
     if isinstance(batch, Mapping) and "global_batch" in batch:
         text += f" with {batch['global_batch']} samples per update"
+    rehearsal = validated.get("rehearsal")
+    if isinstance(rehearsal, Mapping):
+        return (
+            f"This was a rehearsal of {rehearsal.get('of')}, with a reduced copy on CPU processes, for {text}: the "
+            "real move has not been run."
+        )
     return f"Validated for {text}, and for nothing else."

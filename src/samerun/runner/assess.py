@@ -8,17 +8,22 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from samerun.core.batch import Dealing, deal
+from samerun.core.mesh import Layout
 from samerun.core.tolerance import Band
 from samerun.errors import Problem, Severity, has_errors
 from samerun.manifest.models import Bounded, Manifest
 from samerun.plan.migration import MigrationPlan
 from samerun.plan.schedule import check_planned_rates
 from samerun.runner.evidence import judged_bands, throughput
-from samerun.verify.bands import Controls
+from samerun.verify.controls import Controls
+from samerun.verify.ending import Span, check_beside, check_ending, check_motion
 from samerun.verify.evaluate import Evaluation, check_evaluation, logit_deviation, loss_deviation, worst_example
 from samerun.verify.job import JobPlan
+from samerun.verify.movement import check_averages, check_end
 from samerun.verify.observed import Observed
-from samerun.verify.updates import WindowPlan, check_end, compare_window
+from samerun.verify.oracle import Oracle, compare_with_oracle, first_of
+from samerun.verify.updates import compare_window
+from samerun.verify.window import WindowPlan
 
 BOUNDARIES = ("log", "eval")
 
@@ -35,6 +40,12 @@ def source_job(manifest: Manifest, plan: MigrationPlan, max_microbatch: int) -> 
     """Returns what a control job on the source layout is, with microbatches of at most `max_microbatch`."""
     dealing = deal(manifest.batch.global_batch, plan.source.batch_replicas, max_microbatch)
     return _job(plan.source.layout, dealing, "control", max_microbatch)
+
+
+def oracle_job(manifest: Manifest, plan: MigrationPlan) -> JobPlan:
+    """Returns what the fp64 oracle is: the same global batch on one process."""
+    micro = manifest.source.microbatch or manifest.batch.max_microbatch
+    return _job(Layout(), deal(manifest.batch.global_batch, 1, micro), "control", micro)
 
 
 def destination_job(plan: MigrationPlan, stage: str) -> JobPlan:
@@ -116,6 +127,32 @@ def check_control_rates(manifest: Manifest, plan: MigrationPlan, controls: Contr
     return []
 
 
+def check_control_motion(plan: MigrationPlan, controls: Controls) -> list[Problem]:
+    """Returns SR-CONTROL-STILL for every control whose updates moved nothing."""
+    return [
+        problem
+        for name, observed in zip(controls.names, controls.observed, strict=True)
+        for problem in check_motion(name, observed, plan.first_update, plan.window_updates)
+    ]
+
+
+def note_resumed_controls(manifest: Manifest) -> list[Problem]:
+    """Returns a note where no record of the run itself is among the controls: what it cannot show."""
+    if manifest.control.trace is not None:
+        return []
+    return [
+        Problem(
+            "SR-CONTROL-RESUMED",
+            "the controls are resumes by the candidate's own script: what every resume of it does otherwise than the "
+            "run that was saved, they do too",
+            Severity.NOTE,
+            where={"stage": "control"},
+            hint="a ledger of the run past this checkpoint (control.kind: continuation) shows other data under the "
+            "same ids, another loss, a counter or a position of the script's own that starts anew",
+        )
+    ]
+
+
 def _samples_mode(manifest: Manifest, plan: MigrationPlan) -> Literal["exact", "portions", "free"]:
     if manifest.declare.order == "expected-to-change":
         return "free"
@@ -179,6 +216,7 @@ def assess_evaluation(
         "worst_example": worst_example(reference, evaluation),
         "losses": {"control": list(reference.losses), "candidate": list(evaluation.losses)},
         "num_examples": len(evaluation.losses),
+        **_beside_oracle(controls, Oracle(update=None, evaluation=evaluation), evaluation.update + 1),
     }
     return Assessment(tuple(problems), measured)
 
@@ -198,15 +236,41 @@ def assess_updates(controls: Controls, observed: Observed, plan: WindowPlan) -> 
     problems = list(report.problems)
     measured = report.to_json()
     measured["bound"] = max(plan.replay_bound, plan.omission_bound)
+    measured |= _beside_oracle(controls, first_of(observed, None, plan.first_update), plan.first_update)
     if plan.stage == "window":
-        ends = [
-            line.body if (line := item.state("end")) is not None else None
-            for item in (_ran_control(controls), observed)
-        ]
+        loaded, ends = (
+            [line.body if (line := item.state(when)) else None for item in (_ran_control(controls), observed)]
+            for when in ("loaded", "end")
+        )
         if ends[1] is not None or not has_errors(problems):  # without an end state the reason may be named already
             problems += check_end(ends[0], ends[1], plan.stage)
+        problems += check_averages((loaded[0], ends[0]), (loaded[1], ends[1]), plan.stage)
         measured["throughput"] = {"control": throughput(controls.reference), "candidate": throughput(observed)}
+        judged = any(band.metric == "update_norm" for band in plan.bands)  # not where the optimizer may change
+        left = check_ending(Span.of(_ran_control(controls)), Span.of(observed), plan.stage, optimizer=judged)
+        left += _beside(controls, ends[1], plan)
+        # Seen at the end: what an earlier update shows comes first, and causes it.
+        problems += [replace(item, where={**item.where, "update": plan.indices[-1]}) for item in left]
     return Assessment(tuple(problems), measured)
+
+
+def _beside(controls: Controls, candidate: Mapping[str, Any] | None, plan: WindowPlan) -> list[Problem]:
+    """Compares what follows the parameters, where a band of `parameter_delta` from the controls says how closely."""
+    bands = [band for band in plan.bands if band.metric == "parameter_delta" and band.factor is not None]
+    if not bands:
+        return []
+    ends = [line.body for item in controls.observed if (line := item.state("end")) is not None]
+    floor, factor = max(band.floor for band in bands), max(band.factor or 0.0 for band in bands)
+    return check_beside(ends, candidate, plan.stage, floor=floor, factor=factor)
+
+
+def _beside_oracle(controls: Controls, candidate: Oracle, first_update: int) -> dict[str, Any]:
+    """Returns how far controls and candidate lie from the fp64 oracle, where there is one."""
+    if controls.oracle is None:
+        return {}
+    pairs = zip(controls.observed, controls.evaluations, strict=True)
+    own = [first_of(observed, evaluation, first_update) for observed, evaluation in pairs]
+    return {"oracle": compare_with_oracle(controls.oracle, own, candidate)}
 
 
 def _ran_control(controls: Controls) -> Observed:
@@ -235,4 +299,27 @@ def check_environment(control: Observed, candidate: Observed, stage: str) -> lis
 
 def _environment(observed: Observed) -> dict[str, Any]:
     header = next(iter(observed.headers.values()), None)
-    return {} if header is None else {**header.versions, **header.environment}
+    if header is None:
+        return {}
+    nested = {name: value for name, value in header.environment.items() if isinstance(value, Mapping)}
+    flat = {name: value for name, value in header.environment.items() if name not in nested}
+    parts = {f"{name}.{key}": item for name, value in nested.items() for key, item in value.items()}
+    return {**header.versions, **flat, **parts}
+
+
+def check_autocast(control: Observed, candidate: Observed, stage: str) -> list[Problem]:
+    """Returns a note when the forward passes of the first update were cast to different types."""
+    one, other = (next((u for u in item.updates if u.inputs is not None), None) for item in (control, candidate))
+    if one is None or other is None or one.autocast == other.autocast:
+        return []
+    return [
+        Problem(
+            "SR-JOB-ENVIRONMENT",
+            "the forward pass ran under another autocast than the control's",
+            Severity.NOTE,
+            where={"stage": stage, "update": other.update},
+            expected=one.autocast or "off",
+            found=other.autocast or "off",
+            hint="another type rounds differently; nothing is wrong unless a band is left",
+        )
+    ]

@@ -12,15 +12,19 @@ from typing import Any
 
 import numpy as np
 
+from samerun.core.dtype import parse_dtype
 from samerun.core.tolerance import Band
 from samerun.errors import Problem, UsageError
-from samerun.manifest.models import Manifest, UserTolerance
+from samerun.manifest.models import Manifest
+from samerun.manifest.tolerances import METRICS, UserTolerance
 from samerun.trace import read_trace
-from samerun.verify.bands import Controls, complete_reference, plan_bands, split_bands
+from samerun.verify.bands import plan_bands, split_bands, vanishing
+from samerun.verify.controls import Controls, complete_reference
 from samerun.verify.evaluate import Evaluation, evaluation_of
 from samerun.verify.observed import Observed, observe
+from samerun.verify.oracle import Oracle
 
-FIRST, REPEAT = "first", "repeat-{}"
+FIRST, REPEAT, ORACLE = "first", "repeat-{}", "oracle"
 
 
 def read_observed(folder: Path) -> Observed | None:
@@ -70,7 +74,9 @@ def run_folders(stage: Path, count: int) -> dict[str, Path]:
 
 
 def control_traces(manifest: Manifest, stage: Path) -> dict[str, Path]:
-    """Returns every control's trace folder by name, the reference first: recorded ones, then those that were run.
+    """Returns every control's trace folder by name: recorded ones, then those that were run, then the fp64 oracle.
+
+    The first is the reference.
 
     Args:
         manifest: the decided manifest.
@@ -78,7 +84,8 @@ def control_traces(manifest: Manifest, stage: Path) -> dict[str, Path]:
     """
     recorded = sorted(stage.glob("recorded-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     ran = run_folders(stage, num_control_jobs(manifest))
-    return {path.name: path / "trace" for path in recorded} | {name: path / "trace" for name, path in ran.items()}
+    found = {path.name: path / "trace" for path in recorded} | {name: path / "trace" for name, path in ran.items()}
+    return found | ({ORACLE: stage / ORACLE / "trace"} if manifest.control.oracle else {})
 
 
 def keep_recorded(source: Path, stage: Path, *, first_update: int, num_updates: int) -> list[str]:
@@ -98,11 +105,16 @@ def keep_recorded(source: Path, stage: Path, *, first_update: int, num_updates: 
 
 
 def _copy_window(path: Path, folder: Path, kept: range) -> None:
+    completed = 0
     with path.open("rb") as source, (folder / path.name).open("wb") as copy:
         for line in source:
             body = _parse(line)
             if body is not None and body["kind"] not in ("header", "end") and body.get("update") not in kept:
                 continue
+            if body is not None and body["kind"] == "update" and not body.get("skipped"):
+                completed += 1
+            if body is not None and body["kind"] == "end":  # it counts the updates of its file
+                line = json.dumps({**body, "updates": completed}).encode() + b"\n"
             copy.write(line)  # a damaged line too: it is for the reader to report
             name = (body.get("logits") or {}).get("file") if body and body["kind"] == "eval" else None
             if name and (array := path.parent / Path(str(name)).name).is_file():
@@ -136,10 +148,16 @@ def num_control_jobs(manifest: Manifest) -> int:
 def read_controls(folders: Mapping[str, Path]) -> Controls:
     """Reads the controls, those with a usable trace; what the reference lacks is filled from the others."""
     found = {name: observed for name, path in folders.items() if (observed := read_observed(path)) is not None}
+    truth = found.pop(ORACLE, None)
     if not found:
         raise UsageError(_no_control(folders))
     evaluations = tuple(read_evaluation(folders[name], observed) for name, observed in found.items())
-    return complete_reference(Controls(names=tuple(found), observed=tuple(found.values()), evaluations=evaluations))
+    oracle = None
+    if truth is not None:
+        update = truth.updates[0] if truth.updates else None
+        oracle = Oracle(update=update, evaluation=read_evaluation(folders[ORACLE], truth))
+    read = Controls(names=tuple(found), observed=tuple(found.values()), evaluations=evaluations, oracle=oracle)
+    return complete_reference(read)
 
 
 def _no_control(folders: Mapping[str, Path]) -> Problem:
@@ -158,8 +176,9 @@ def resolve_bands(manifest: Manifest, controls: Controls) -> tuple[tuple[Band, .
         manifest.tolerances.by_metric(),
         first_update=manifest.progress.update + 1,
         num_updates=manifest.window.updates,
+        precision=parse_dtype(manifest.run.precision),
     )
-    return split_bands(bands)
+    return split_bands(bands, vanishing(controls, bands))
 
 
 def judged_bands(manifest: Manifest, bands: Sequence[Band]) -> tuple[Band, ...]:
@@ -171,7 +190,7 @@ def judged_bands(manifest: Manifest, bands: Sequence[Band]) -> tuple[Band, ...]:
     label = manifest.transition.label
     if label in ("continuation", "approximate-continuation"):
         return tuple(bands)
-    stated = {name for name, item in manifest.tolerances.by_metric().items() if isinstance(item, UserTolerance)}
+    stated = {name for name in METRICS if isinstance(getattr(manifest.tolerances, name), UserTolerance)}
     forward = {"eval_loss", "eval_logits"} if manifest.declare.dtype == "exact" else set[str]()
     return tuple(band for band in bands if band.metric in stated | forward)
 

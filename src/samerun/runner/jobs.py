@@ -86,7 +86,8 @@ def _pace(observed: Observed | None, outcome: Outcome) -> dict[str, float]:
 
 def _check_recorded(observed: Observed | None, job: JobPlan, outcome: Outcome, manifest: Manifest) -> list[Problem]:
     """Orders findings by cause: a job in the wrong world may well crash for it, and is silent if it crashed early."""
-    ended = check_outcome(outcome, job.stage, timeout_seconds=manifest.launch.timeout_seconds)
+    finished = observed is not None and observed.finished
+    ended = check_outcome(outcome, job.stage, timeout_seconds=manifest.launch.timeout_seconds, finished=finished)
     if observed is None and has_errors(ended):
         return ended
     planned = check_job(observed, job)

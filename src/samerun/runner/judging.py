@@ -15,6 +15,7 @@ from samerun.manifest.read import read_document, require_manifest
 from samerun.manifest.seal import SealRecord, check_record, check_seal
 from samerun.plan.migration import MigrationPlan
 from samerun.runner.assess import destination_job
+from samerun.runner.changes import EQUIVALENCE, list_changes, owed
 from samerun.runner.evidence import control_traces, hash_folder, read_observed
 from samerun.runner.progress import Silent
 from samerun.runner.rundir import RunDirectory
@@ -26,12 +27,6 @@ from samerun.verify.observed import Observed
 from samerun.verify.stage import CONTROL, CONVERT, EVAL, INSPECT, JUDGE, LOAD, UPDATE, WINDOW, StageResult
 
 CANDIDATES = (LOAD, EVAL, UPDATE, WINDOW)
-
-OWED = {
-    "intentional-change": "a run to the end of training, compared with one that was not changed: a window is too short",
-    "warm-start": "a run to the end of training: a window shows that it starts as declared, not where it leads",
-}
-"""What a promotion under these labels does not show."""
 
 
 def judge_run(directory: RunDirectory) -> Verdict:
@@ -138,7 +133,13 @@ def _sealed(manifest: Manifest, record: SealRecord | None) -> Sealed:
             "passes": option.passes,
             "microbatches": option.dealing.to_json(),
         },
+        rehearsal=_rehearsal(manifest),
     )
+
+
+def _rehearsal(manifest: Manifest) -> dict[str, Any] | None:
+    """Returns what the run stands for, where it is not the real one."""
+    return manifest.control.rehearsal.model_dump(mode="json") if manifest.control.rehearsal else None
 
 
 def _record(
@@ -148,9 +149,14 @@ def _record(
     state = directory.read_state()
     control, load, window = (results.get(stage) for stage in (CONTROL, LOAD, WINDOW))
     inspected = results.get(INSPECT)
+    plan = MigrationPlan.from_json(record.current.plan) if record is not None else None
     return {
         "samerun": __version__,
-        "owed": OWED.get(manifest.transition.label),
+        "equivalence": EQUIVALENCE[manifest.transition.label] if manifest.control.rehearsal is None else None,
+        "owed": owed(manifest),
+        "changes": list_changes(manifest, plan, results),
+        "rehearsal": _rehearsal(manifest),
+        "numbers_compared": window.measured.get("compared") if window else None,
         "manifest": state.get("manifest"),
         "checkpoint": {
             "fingerprint": inspected.measured.get("fingerprint") if inspected else None,

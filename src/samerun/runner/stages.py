@@ -16,16 +16,21 @@ from samerun.runner.assess import (
     assess_evaluation,
     assess_updates,
     boundaries_of,
+    check_autocast,
+    check_control_motion,
     check_control_rates,
     check_environment,
     check_resumed_at,
     control_microbatches,
     destination_job,
+    note_resumed_controls,
+    oracle_job,
     source_job,
     trainable_of,
     window_plan,
 )
 from samerun.runner.evidence import (
+    ORACLE,
     control_traces,
     keep_recorded,
     num_control_jobs,
@@ -37,6 +42,7 @@ from samerun.runner.evidence import (
 )
 from samerun.runner.guarded import check_source, read_fingerprint, write_fingerprint
 from samerun.runner.jobs import check_scripts, cost, expected_seconds, launch
+from samerun.runner.rehearsal import check_rehearsal
 from samerun.runner.work import (
     FINGERPRINT,
     RECORDER_STAGE,
@@ -48,9 +54,13 @@ from samerun.runner.work import (
     write_digests,
 )
 from samerun.stores.local import fingerprint_tree
-from samerun.verify.bands import Controls, check_controls
+from samerun.verify.attribute import attribute
+from samerun.verify.controls import Controls
+from samerun.verify.evaluate import Evaluation
 from samerun.verify.job import JobPlan, check_job
 from samerun.verify.observed import Observed
+from samerun.verify.oracle import check_oracle
+from samerun.verify.soundness import check_controls
 from samerun.verify.stage import CONTROL, CONVERT, EVAL, INSPECT, LOAD, UPDATE, WINDOW, StageResult
 from samerun.verify.streams import check_kept_streams
 
@@ -78,10 +88,11 @@ def run_inspect(work: Work) -> StageResult:
         direct = work.manifest.convert is None
         destination = work.manifest.destination.layout.to_layout() if direct else None
         report = inspect_checkpoint(checkpoint, deep=True, destination=destination)
+        rehearsed = check_rehearsal(work.manifest, work.base, checkpoint.state)
     finally:
         checkpoint.close()
     body = report.to_json()
-    problems = [*report.problems, *check_resumable(work.manifest, body)]
+    problems = [*report.problems, *check_resumable(work.manifest, body), *rehearsed]
     measured = {
         "fingerprint": tree.digest,
         **{name: body.get(name) for name in ("format", "complete", "intact", "resumable", "counts", "progress")},
@@ -111,7 +122,7 @@ def run_control(work: Work, plan: MigrationPlan) -> StageResult:
     clock = Clock()
     stage = work.directory.begin_stage(CONTROL)
     jobs: list[Mapping[str, Any]] = []
-    problems = check_source(work.checkpoint, kept_fingerprint(work), "control")
+    problems = [*check_source(work.checkpoint, kept_fingerprint(work), "control"), *note_resumed_controls(manifest)]
     if manifest.control.trace:
         keep_recorded(
             work.base / manifest.control.trace,
@@ -139,12 +150,31 @@ def run_control(work: Work, plan: MigrationPlan) -> StageResult:
                 about_control(problem, name) for problem in check_resumed_at(ran.observed, plan.first_update, "control")
             ]
             problems += [at_control(problem, name) for problem in check_state(work, CONTROL, ran.observed)]
+    if manifest.control.oracle and not has_errors(problems):
+        jobs_of, found = _run_oracle(work, plan, stage, manifest.control.oracle)
+        jobs.append(jobs_of)
+        problems += found
     measured: dict[str, Any] = {}
     if not has_errors(problems):
         found, measured = _assess_controls(work, plan, stage)
         problems += found
         write_digests(work, stage)
     return clock.result(CONTROL, problems, measured, jobs)
+
+
+def _run_oracle(work: Work, plan: MigrationPlan, stage: Path, command: str) -> tuple[Mapping[str, Any], list[Problem]]:
+    """Makes the first update on one process in fp64; returns the job's entry and what is wrong with it as an oracle."""
+    job = oracle_job(work.manifest, plan)
+    title = f"oracle, float64: {job.describe()}"
+    ran = launch(work, stage / ORACLE, CONTROL, job, template=command, updates=1, title=title)
+    problems = [about_control(problem, ORACLE) for problem in ran.problems]
+    if ran.observed is not None and not has_errors(problems):
+        problems += [
+            about_control(item, ORACLE) for item in check_resumed_at(ran.observed, plan.first_update, "control")
+        ]
+        state = check_state(work, CONTROL, ran.observed, declare={"dtype": "expected-to-change"})
+        problems += [about_control(item, ORACLE) for item in state]
+    return ran.entry, problems
 
 
 def _describe_control(manifest: Manifest, plan: MigrationPlan, count: int) -> str:
@@ -193,6 +223,10 @@ def _assess_controls(work: Work, plan: MigrationPlan, stage: Path) -> tuple[list
         precision=parse_dtype(manifest.run.precision),
     )
     problems += check_control_rates(manifest, plan, controls)
+    if manifest.control.oracle:
+        truth = read_observed(folders[ORACLE])
+        problems += check_oracle(truth, controls.reference, plan.first_update)
+    problems += check_control_motion(plan, controls)
     measured: dict[str, Any] = {
         "controls": list(controls.names),
         "traces": {name: str(path.relative_to(stage)) for name, path in folders.items()},
@@ -316,13 +350,23 @@ def assess_candidate(
     if stage == EVAL:
         evaluation = read_evaluation(work.directory.stage(stage) / "trace", observed)
         found = assess_evaluation(manifest, controls, evaluation, bands)
-        problems, measured = [*problems, *found.problems], {**measured, **found.measured}
+        named = attribute(found.problems, controls, observed, evaluation)
+        problems, measured = [*problems, *named], {**measured, **found.measured}
     elif stage in (UPDATE, WINDOW):
         state = observed.state("loaded")
         trainable = trainable_of(state.body if state else None)
         found = assess_updates(controls, observed, window_plan(manifest, plan, bands, word, trainable))
-        problems, measured = [*problems, *found.problems], {**measured, **found.measured}
+        named = attribute(found.problems, controls, observed, _evaluated(work))
+        problems += check_autocast(controls.reference, observed, word)
+        problems, measured = [*problems, *named], {**measured, **found.measured}
     return [replace(item, where={"stage": word, **item.where}) for item in problems], measured
+
+
+def _evaluated(work: Work) -> Evaluation | None:
+    """Returns the evaluation that this candidate made in its own stage."""
+    folder = work.directory.stage(EVAL) / "trace"
+    observed = read_observed(folder) if folder.is_dir() else None
+    return read_evaluation(folder, observed) if observed is not None else None
 
 
 def _check_streams(controls: Controls, observed: Observed) -> list[Problem]:
@@ -342,7 +386,7 @@ def _check_state_once(work: Work, stage: str, observed: Observed) -> list[Proble
 
 
 def _comparable(body: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in body.items() if name != "rng"}
+    return {name: value for name, value in body.items() if name not in ("rng", "generators")}
 
 
 def _describe(stage: str, job: JobPlan, updates: int) -> str:

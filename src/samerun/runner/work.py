@@ -138,8 +138,13 @@ class Clock:
         )
 
 
-def check_state(work: Work, stage: str, observed: Observed) -> list[Problem]:
-    """Compares what a job holds after loading with the checkpoint, tensor by tensor."""
+def check_state(
+    work: Work, stage: str, observed: Observed, *, declare: Mapping[str, Any] | None = None
+) -> list[Problem]:
+    """Compares what a job holds after loading with the checkpoint, tensor by tensor.
+
+    `declare` replaces entries of the manifest's table: an oracle holds the same values in another type.
+    """
     from samerun.verify.load import check_loaded
 
     state = observed.state("loaded")
@@ -150,7 +155,7 @@ def check_state(work: Work, stage: str, observed: Observed) -> list[Problem]:
         problems = check_loaded(
             checkpoint,
             {**state.body, "update": state.update},
-            declare=work.manifest.declare.model_dump(mode="json"),
+            declare=work.manifest.declare.model_dump(mode="json") | dict(declare or {}),
             optimizer=work.manifest.run.optimizer,
             digests=work.digests,
         )

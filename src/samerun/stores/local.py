@@ -223,13 +223,17 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | str) -> None:
     """Writes a file under a temporary name beside it, flushes it to disk, and renames it into place.
 
     Raises:
-        OSError: if it cannot be written; the old file, if there was one, is then still there.
+        OSError: if it cannot be written, with `path` as its file name; the old file, if there was one, is then still
+            there.
     """
     import tempfile
 
     target = Path(path)
     data = content.encode("utf-8") if isinstance(content, str) else content
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(target)) from None
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
@@ -239,7 +243,9 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | str) -> None:
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise type(error)(error.errno, error.strerror, str(target)) from error
         raise

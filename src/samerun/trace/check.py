@@ -73,20 +73,32 @@ def _check_ends(trace: Trace) -> Iterator[Problem]:
             where={"rank": open_ranks[0]},
             hint="what was recorded before counts; the log says why it ended",
         )
+    for rank in trace.ranks:
+        found = sum(not line.skipped for line in rank.updates)
+        if rank.end is not None and rank.end.updates != found:
+            yield Problem(
+                "SR-TRACE-COUNT",
+                f"rank {rank.header.rank} counted {rank.end.updates} updates at its end, and its file has {found}",
+                where={"rank": rank.header.rank, "file": str(rank.file)},
+                hint="lines were lost or added after the job wrote them: copy the trace again, or record again",
+                expected=rank.end.updates,
+                found=found,
+            )
 
 
 def _check_indices(trace: Trace) -> Iterator[Problem]:
     for rank in trace.ranks:
-        done = [line.update for line in rank.updates if not line.skipped]
+        done = [line for line in rank.updates if not line.skipped]
         for before, after in itertools.pairwise(done):
-            if after != before + 1:
+            if after.update != before.update + 1:
                 yield Problem(
                     "SR-TRACE-INDEX",
-                    f"update {before} is followed by update {after}",
-                    where={"rank": rank.header.rank, "update": after},
+                    f"update {before.update} is followed by update {after.update}",
+                    where={"rank": rank.header.rank, "update": after.update}
+                    | {"file": str(rank.file), "line": after.line},
                     hint="call `record` once after every completed update, counted by one",
-                    expected=before + 1,
-                    found=after,
+                    expected=before.update + 1,
+                    found=after.update,
                 )
 
 

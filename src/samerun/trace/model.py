@@ -45,8 +45,11 @@ class UpdateLine:
     `loss`, `grad_norm` (before clipping), `update_norm` and `lr` (per parameter group, as the step used it) are global
     and equal on every rank; `samples`, `tokens` and `sample_ids` are this rank's. `deltas` are the L2 norms of the
     change of a few named parameters; `moved` those of every parameter (rank 0, first update of a job), and `gradients`
-    those of the gradients that the step used. None: not measured. `ids_digest` is the set digest of this rank's ids
-    (`samerun.core.idset`), which stands also where the ids themselves were not kept.
+    those of their gradients before clipping. `step_norm` is the norm of the whole gradient that the step used, after
+    clipping. `inputs` are the rows that this rank's model was given in the first update of a job, and the sum of their
+    digests, `autocast` the type that its forward pass was cast to. None: not measured. `ids_digest` is the set digest
+    of this rank's ids (`samerun.core.idset`), which stands also where the ids themselves were not kept. `line` is the
+    line of the file, counted from 1.
     """
 
     update: int
@@ -66,6 +69,10 @@ class UpdateLine:
     seconds: float | None
     ids_digest: str | None = None
     gradients: Mapping[str, float] | None = None
+    line: int = 0
+    step_norm: float | None = None
+    inputs: tuple[int, int] | None = None
+    autocast: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +81,8 @@ class EvalLine:
 
     `losses` has one value per example. `logits` names a `.npy` file beside the trace (rank 0 only). `changed` lists the
     keys, RNG streams and cursors that were different afterwards. `modules` has a row (name, L2 norm of its output,
-    elements) per module in the order of the forward pass, of what rank 0 saw.
+    elements) per module in the order of the forward pass, of what rank 0 saw; `details` the norm of its output's
+    projection on fixed signs, which the order of features changes, and its element type.
     """
 
     update: int
@@ -85,6 +93,7 @@ class EvalLine:
     rng_unchanged: bool
     changed: tuple[str, ...]
     modules: tuple[tuple[str, float, int], ...] = ()
+    details: Mapping[str, tuple[float, str]] = field(default_factory=dict[str, tuple[float, str]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

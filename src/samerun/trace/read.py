@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 from samerun.errors import Problem, Severity, UsageError
+from samerun.trace.fields import (
+    BadField,
+    Body,
+    anything,
+    digest,
+    list_of,
+    mapping_of,
+    number,
+    optional_number,
+    parse_json,
+    positive,
+    sample_id,
+    size,
+    text,
+    truth,
+    value_of,
+    whole,
+)
 from samerun.trace.model import BoundaryLine, EndLine, EvalLine, Header, RankTrace, StateLine, Trace, UpdateLine
+from samerun.trace.state_line import check_state
 from samerun.trace.write import KINDS, SCHEMA
 
 _IDS_DIGEST = re.compile("[0-9a-f]{32}")
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def read_trace(directory: str | Path) -> Trace:
@@ -54,14 +71,17 @@ def _read_rank(file: Path, problems: list[Problem]) -> RankTrace | None:
     if header is None:
         return None
     found: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-    for number, body in lines[1:]:
+    for line, body in lines[1:]:
         kind = body["kind"]
-        if kind not in _PARSERS:
-            continue  # a later version's line: this reader does not know it and need not
         try:
-            found[kind].append(_PARSERS[kind](body))
-        except (KeyError, TypeError, ValueError) as error:
-            problems.append(_bad_line(file, number, f"an {kind} line lacks or garbles a field ({error!r})"))
+            if found["end"]:
+                raise BadField("it comes after the end line")
+            if kind == "header":
+                raise BadField("it is a second header")
+            if kind in _PARSERS:  # any other is a later version's, which this reader does not know and need not
+                found[kind].append(_PARSERS[kind](body, line))
+        except BadField as error:
+            problems.append(_bad_line(file, line, f"{error} ({kind})"))
     return RankTrace(
         file=file,
         header=header,
@@ -75,7 +95,11 @@ def _read_rank(file: Path, problems: list[Problem]) -> RankTrace | None:
 
 
 def _parse_lines(file: Path, problems: list[Problem]) -> Iterator[tuple[int, dict[str, Any]]]:
-    raw = file.read_bytes().split(b"\n")
+    try:
+        raw = file.read_bytes().split(b"\n")
+    except OSError as error:
+        problems.append(_bad_line(file, 1, error.strerror or type(error).__name__))
+        return
     cut = raw.pop()  # what follows the last newline: nothing, unless the writer was cut off
     if cut:
         problems.append(
@@ -87,23 +111,22 @@ def _parse_lines(file: Path, problems: list[Problem]) -> Iterator[tuple[int, dic
                 hint="the job was killed while it wrote; everything before that line counts",
             )
         )
-    for number, text in enumerate(raw, start=1):
+    for line, content in enumerate(raw, start=1):
         try:
-            body = json.loads(text)
-        except ValueError:
-            problems.append(_bad_line(file, number, "not JSON"))
+            body = parse_json(content)
+            if not isinstance(body, dict) or not isinstance(cast("dict[str, Any]", body).get("kind"), str):
+                raise BadField('no JSON object with a "kind"')
+        except BadField as error:
+            problems.append(_bad_line(file, line, str(error)))
             continue
-        if isinstance(body, dict) and isinstance(cast("dict[str, Any]", body).get("kind"), str):
-            yield number, cast("dict[str, Any]", body)
-        else:
-            problems.append(_bad_line(file, number, 'no JSON object with a "kind"'))
+        yield line, cast("dict[str, Any]", body)
 
 
-def _bad_line(file: Path, number: int, what: str) -> Problem:
+def _bad_line(file: Path, line: int, what: str) -> Problem:
     return Problem(
         "SR-TRACE-LINE",
-        f"line {number} of {file.name} cannot be read: {what}",
-        where={"file": str(file), "line": number},
+        f"line {line} of {file.name} cannot be read: {what}",
+        where={"file": str(file), "line": line},
         hint="a trace is written line by line and never edited; record it again",
     )
 
@@ -124,103 +147,143 @@ def _parse_header(file: Path, body: dict[str, Any] | None, problems: list[Proble
         return None
     try:
         return Header(
-            rank=int(body["rank"]),
-            world_size=int(body["world_size"]),
-            stage=body.get("stage"),
-            coordinate=body.get("coordinate") or {},
-            layout=body.get("layout"),
-            declared_layout=body.get("declared_layout"),
-            batch=body.get("batch"),
-            versions=body.get("versions") or {},
-            environment=body.get("environment") or {},
+            rank=value_of(body, "rank", whole),
+            world_size=value_of(body, "world_size", positive),
+            stage=value_of(body, "stage", text, default=None),
+            coordinate=value_of(body, "coordinate", mapping_of(whole), default={}),
+            layout=value_of(body, "layout", mapping_of(positive), default=None),
+            declared_layout=value_of(body, "declared_layout", mapping_of(positive), default=None),
+            batch=value_of(body, "batch", _batch, default=None),
+            versions=value_of(body, "versions", mapping_of(text), default={}),
+            environment=value_of(body, "environment", mapping_of(anything), default={}),
         )
-    except (KeyError, TypeError, ValueError) as error:
-        problems.append(_bad_line(file, 1, f"the header lacks or garbles a field ({error!r})"))
+    except BadField as error:
+        problems.append(_bad_line(file, 1, f"{error} (header)"))
         return None
 
 
-def _number(value: Any) -> float | None:
-    if value is None:
-        return None
-    return _NON_FINITE[value] if isinstance(value, str) else float(value)
+def _batch(value: Any) -> dict[str, Any]:
+    found = mapping_of(anything)(value)
+    for name in ("global_batch", "max_microbatch", "passes", "replicas"):
+        value_of(found, name, positive, default=None)
+    value_of(found, "microbatches", list_of(list_of(whole)), default=None)
+    return found
 
 
-def _required(value: Any) -> float:
-    number = _number(value)
-    if number is None:
-        raise ValueError("a number is missing")
-    return number
-
-
-def _ids(value: Any) -> tuple[int | str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, int | str) for item in cast("list[Any]", value)):
-        raise ValueError("sample ids are whole numbers and texts")
-    return tuple(cast("list[int | str]", value))
-
-
-def _ids_digest(value: Any) -> str | None:
-    if value is not None and not (isinstance(value, str) and _IDS_DIGEST.fullmatch(value)):
-        raise ValueError("a set digest has 32 hexadecimal digits")
+def _ids_digest(value: Any) -> str:
+    if not _IDS_DIGEST.fullmatch(text(value)):
+        raise BadField(f"{value!r} is no set digest of 32 hexadecimal digits")
     return value
 
 
-def _norms(value: Any) -> dict[str, float] | None:
-    return None if value is None else {name: _required(norm) for name, norm in value.items()}
+_norms = mapping_of(size)
 
 
-def _parse_update(body: Mapping[str, Any]) -> UpdateLine:
-    return UpdateLine(
-        update=int(body["update"]),
-        loss=_number(body["loss"]),
-        grad_norm=_number(body.get("grad_norm")),
-        update_norm=_number(body.get("update_norm")),
-        lr=tuple(_required(value) for value in body["lr"]),
-        loss_scale=_number(body.get("loss_scale")),
-        skipped=bool(body.get("skipped", False)),
-        samples=int(body["samples"]),
-        tokens=None if body.get("tokens") is None else int(body["tokens"]),
-        sample_ids=_ids(body["sample_ids"]),
-        finite=bool(body["finite"]),
-        deltas={name: _required(value) for name, value in (body.get("deltas") or {}).items()},
-        moved=_norms(body.get("moved")),
-        steps=int(body.get("steps", 1)),
-        seconds=_number(body.get("seconds")),
-        ids_digest=_ids_digest(body.get("ids_digest")),
-        gradients=_norms(body.get("gradients")),
+def _inputs(value: Any) -> tuple[int, int]:
+    found = mapping_of(anything)(value)
+    return value_of(found, "rows", whole), int(value_of(found, "digest", digest), 16)
+
+
+def _autocast(value: Any) -> str | None:
+    return value_of(mapping_of(anything)(value), "autocast", text, default=None)
+
+
+def _parse_update(body: Body, line: int) -> UpdateLine:
+    found = UpdateLine(
+        line=line,
+        update=value_of(body, "update", positive),
+        loss=value_of(body, "loss", optional_number),
+        grad_norm=value_of(body, "grad_norm", size, default=None),
+        update_norm=value_of(body, "update_norm", size, default=None),
+        lr=value_of(body, "lr", list_of(number)),
+        loss_scale=value_of(body, "loss_scale", size, default=None),
+        skipped=value_of(body, "skipped", truth, default=False),
+        samples=value_of(body, "samples", whole),
+        tokens=value_of(body, "tokens", whole, default=None),
+        sample_ids=value_of(body, "sample_ids", list_of(sample_id)),
+        finite=value_of(body, "finite", truth),
+        deltas=value_of(body, "deltas", _norms, default={}),
+        moved=value_of(body, "moved", _norms, default=None),
+        steps=value_of(body, "steps", whole, default=1),
+        seconds=value_of(body, "seconds", size, default=None),
+        ids_digest=value_of(body, "ids_digest", _ids_digest, default=None),
+        gradients=value_of(body, "gradients", _norms, default=None),
+        step_norm=value_of(body, "step_norm", size, default=None),
+        inputs=value_of(body, "inputs", _inputs, default=None),
+        autocast=value_of(body, "inputs", _autocast, default=None),
     )
+    globals_ = {"loss": found.loss, "grad_norm": found.grad_norm, "update_norm": found.update_norm}
+    wrong = [name for name, value in globals_.items() if value is not None and not math.isfinite(value)]
+    if found.finite and wrong:
+        raise BadField(f"finite is true, but {wrong[0]} is {body[wrong[0]]}")
+    return found
 
 
-def _parse_eval(body: Mapping[str, Any]) -> EvalLine:
-    return EvalLine(
-        update=int(body["update"]),
-        num_examples=int(body["num_examples"]),
-        losses=tuple(_required(value) for value in body["losses"]),
-        logits=body.get("logits"),
-        state_unchanged=bool(body["state_unchanged"]),
-        rng_unchanged=bool(body["rng_unchanged"]),
-        changed=tuple(body.get("changed") or ()),
-        modules=tuple((str(name), _required(norm), int(count)) for name, norm, count in body.get("modules") or ()),
+def _logits(value: Any) -> dict[str, Any]:
+    found = mapping_of(anything)(value)
+    name = value_of(found, "file", text)
+    if not name or "/" in name or "\\" in name or name.startswith("."):
+        raise BadField(f"{name!r} is no file beside the trace")
+    value_of(found, "shape", list_of(whole))
+    value_of(found, "stored_elements", whole)
+    return found
+
+
+def _module(value: Any) -> tuple[str, float, int]:
+    row = list_of(anything)(value)
+    if len(row) != 3:
+        raise BadField(f"a module has a name, a norm and a number of elements, not {len(row)} values")
+    return text(row[0]), size(row[1]), whole(row[2])
+
+
+def _detail(value: Any) -> tuple[float, str]:
+    row = list_of(anything)(value)
+    if len(row) != 2:
+        raise BadField(f"a detail has a norm and a type, not {len(row)} values")
+    return size(row[0]), text(row[1])
+
+
+def _parse_eval(body: Body, line: int) -> EvalLine:
+    found = EvalLine(
+        update=value_of(body, "update", whole),
+        num_examples=value_of(body, "num_examples", whole),
+        losses=value_of(body, "losses", list_of(number)),
+        logits=value_of(body, "logits", _logits, default=None),
+        state_unchanged=value_of(body, "state_unchanged", truth),
+        rng_unchanged=value_of(body, "rng_unchanged", truth),
+        changed=value_of(body, "changed", list_of(text), default=()),
+        modules=value_of(body, "modules", list_of(_module), default=()),
+        details=value_of(body, "details", mapping_of(_detail), default={}),
     )
+    if len(found.losses) != found.num_examples:
+        raise BadField(f"{len(found.losses)} losses of {found.num_examples} examples")
+    return found
 
 
-def _parse_state(body: Mapping[str, Any]) -> StateLine:
+def _parse_state(body: Body, line: int) -> StateLine:
+    check_state(body)
     rest = {name: value for name, value in body.items() if name not in ("kind", "when", "update")}
-    return StateLine(when=str(body["when"]), update=int(body["update"]), body=rest)
+    return StateLine(when=body["when"], update=body["update"], body=rest)
 
 
-def _parse_boundary(body: Mapping[str, Any]) -> BoundaryLine:
-    return BoundaryLine(what=str(body["what"]), update=int(body["update"]))
+def _parse_digest(body: Body, line: int) -> dict[str, Any]:
+    value_of(body, "update", whole)
+    return dict(body)
 
 
-def _parse_end(body: Mapping[str, Any]) -> EndLine:
-    return EndLine(reason=str(body["reason"]), updates=int(body["updates"]))
+def _parse_boundary(body: Body, line: int) -> BoundaryLine:
+    return BoundaryLine(what=value_of(body, "what", text), update=value_of(body, "update", whole))
+
+
+def _parse_end(body: Body, line: int) -> EndLine:
+    return EndLine(reason=value_of(body, "reason", text), updates=value_of(body, "updates", whole))
 
 
 _PARSERS: dict[str, Any] = {
     "update": _parse_update,
     "eval": _parse_eval,
     "state": _parse_state,
-    "digest": dict,
+    "digest": _parse_digest,
     "boundary": _parse_boundary,
     "end": _parse_end,
 }

@@ -26,16 +26,28 @@ class ModuleOutputs:
 
     squares: dict[str, float] = field(default_factory=dict[str, float])
     elements: dict[str, int] = field(default_factory=dict[str, int])
+    projected: dict[str, float] = field(default_factory=dict[str, float])
+    dtypes: dict[str, str] = field(default_factory=dict[str, str])
 
     def note(self, name: str, output: Any) -> None:
         """Adds the floating-point tensors of one call's output."""
         for tensor in _tensors(output):
             self.squares[name] = self.squares.get(name, 0.0) + float(squared_norm(tensor))
             self.elements[name] = self.elements.get(name, 0) + tensor.numel()
+            self.projected[name] = self.projected.get(name, 0.0) + float(squared_norm(_project(tensor)))
+            self.dtypes[name] = str(tensor.dtype).removeprefix("torch.")
 
     def rows(self) -> list[list[Any]]:
         """Returns `[name, L2 norm, elements]` for every module."""
         return [[name, math.sqrt(square), self.elements[name]] for name, square in self.squares.items()]
+
+    def details(self) -> dict[str, list[Any]]:
+        """Returns `[L2 norm of the projected output, element type]` by module.
+
+        The projection adds a row's features up with fixed signs. Features in another order have the same norm and
+        another projection.
+        """
+        return {name: [math.sqrt(square), self.dtypes[name]] for name, square in self.projected.items()}
 
 
 @contextmanager
@@ -74,6 +86,16 @@ def _watched(model: nn.Module) -> list[tuple[str, nn.Module]]:
         depth -= 1
         named = [(name, module) for name, module in named if name.count(".") <= depth]
     return named
+
+
+def _project(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+    if not wide.ndim:
+        return wide
+    signs = torch.arange(wide.shape[-1], device=wide.device).mul_(0x9E3779B1).bitwise_right_shift_(16).bitwise_and_(1)
+    return wide @ (1 - 2 * signs).to(wide.dtype)
 
 
 def _tensors(output: Any) -> Iterable[torch.Tensor]:

@@ -23,7 +23,7 @@ from samerun.train.measure import (
     read_local,
     tensor_fact,
 )
-from samerun.train.objects import object_state, rank_records, rng_digests
+from samerun.train.objects import generator_digests_by_rank, object_state, rank_records
 from samerun.train.settings import learning_rates, optimizer_semantics, parameter_groups, read_config
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def capture_state(
     config: Any = None,
     layout: Layout | None = None,
     rank_rng: RankRandomness | None = None,
+    average: nn.Module | Mapping[str, Any] | None = None,
 ) -> CapturedState:
     """Captures what the job holds. Collective: every rank of the default group calls it, outside a forward pass.
 
@@ -56,11 +57,12 @@ def capture_state(
             default.
         layout: the layout that the job believes it runs on.
         rank_rng: what `apply_rank_rng` did on this rank, if it was called.
+        average: an average of the model (EMA, SWA): a module, or tensors by the averaged parameter's name.
 
     Raises:
         VerificationError: on every rank alike, if any rank holds something that cannot be digested.
     """
-    local = read_local(model, optimizer)
+    local = read_local(model, optimizer, average)
     agree_that_all_could(local)
     disagreements: list[dict[str, Any]] = []
     described = distinct(local.describe())
@@ -87,7 +89,7 @@ def capture_state(
         scheduler=shared["scheduler"],
         objects=shared["objects"],
         config=shared["config"],
-        rng=rng_digests(),
+        generators=generator_digests_by_rank(),
         rank_rng=rank_records(rank_rng),
         broken_ties=_broken_ties(shared["config"], tensors),
         disagreements=disagreements,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _CPU_CHUNK_ELEMENTS = 1 << 15
 _DEVICE_CHUNK_ELEMENTS = 1 << 24
 _COMPILED_FROM_ELEMENTS = 1 << 22
+_UNORDERED_CHUNK_ELEMENTS = 1 << 20
 
 
 def dtype_of(tensor: torch.Tensor | Shard) -> DType:
@@ -82,7 +83,7 @@ def _digest_box(
     runs = box_runs(shape, offsets, sizes)
     if not runs.length:
         return 0
-    bits = _as_integers(part)
+    bits = as_integers(part)
     if part.device.type == "cpu" and bits.numel() >= _COMPILED_FROM_ELEMENTS:
         return _digest_compiled(bits, runs, seed)
     chunk = _CPU_CHUNK_ELEMENTS if part.device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
@@ -106,12 +107,12 @@ def _digest_run(bits: torch.Tensor, start: int, seed: int, chunk: int) -> int:
     """Sums the terms of consecutive elements; `start` is the first one's global index."""
     import torch
 
-    steps = torch.arange(min(chunk, bits.numel()), dtype=torch.int64, device=bits.device).mul_(_signed(STRIDE))
+    steps = torch.arange(min(chunk, bits.numel()), dtype=torch.int64, device=bits.device).mul_(signed(STRIDE))
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for first in range(0, bits.numel(), chunk):
         part = bits[first : first + chunk]
-        z = steps[: part.numel()] + _signed(seed + (start + first) * STRIDE)
-        total += _mixed_sum(z.bitwise_xor_(_widen(part)))
+        z = steps[: part.numel()] + signed(seed + (start + first) * STRIDE)
+        total += _mixed_sum(z.bitwise_xor_(widened(part)))
     return int(total.item()) & MASK
 
 
@@ -122,23 +123,40 @@ def _digest_rows(bits: torch.Tensor, starts: torch.Tensor, seed: int, chunk: int
     num_rows, length = bits.shape
     if length > chunk:
         return sum(_digest_run(bits[row], int(starts[row]), seed, chunk) for row in range(num_rows))
-    steps = torch.arange(length, dtype=torch.int64, device=bits.device).mul_(_signed(STRIDE))
-    row_keys = starts.mul(_signed(STRIDE)).add_(_signed(seed))
+    steps = torch.arange(length, dtype=torch.int64, device=bits.device).mul_(signed(STRIDE))
+    row_keys = starts.mul(signed(STRIDE)).add_(signed(seed))
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     rows = max(1, chunk // length)
     for first in range(0, num_rows, rows):
         z = row_keys[first : first + rows, None] + steps[None, :]
-        total += _mixed_sum(z.bitwise_xor_(_widen(bits[first : first + rows])))
+        total += _mixed_sum(z.bitwise_xor_(widened(bits[first : first + rows])))
     return int(total.item()) & MASK
 
 
 def _mixed_sum(z: torch.Tensor) -> torch.Tensor:
-    z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(MULTIPLIER_1))
-    z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(MULTIPLIER_2))
-    return z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1)).sum()
+    return mixed(z).sum()
 
 
-def _as_integers(part: torch.Tensor) -> torch.Tensor:
+def mixed(z: torch.Tensor) -> torch.Tensor:
+    """Returns `samerun.core.mix.mix64` of every int64 of `z`, in place."""
+    z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(signed(MULTIPLIER_1))
+    z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(signed(MULTIPLIER_2))
+    return z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
+
+
+def sum_unordered(local: torch.Tensor) -> int:
+    """Returns `samerun.core.digest.sum_unordered` of what this rank holds: a number that places do not change."""
+    import torch
+
+    bits = as_integers(local)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for chunk in bits.split(_UNORDERED_CHUNK_ELEMENTS):
+        wide = widened(chunk)
+        total += (wide * signed(MULTIPLIER_1) + signed(MULTIPLIER_2)).mul_(wide).sum()
+    return int(total.item()) & MASK
+
+
+def as_integers(part: torch.Tensor) -> torch.Tensor:
     """Returns the elements' bits as a vector of signed integers of the elements' own width."""
     import torch
 
@@ -148,8 +166,8 @@ def _as_integers(part: torch.Tensor) -> torch.Tensor:
     return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
 
 
-def _widen(bits: torch.Tensor) -> torch.Tensor:
-    """Zero-extends to 64 bits."""
+def widened(bits: torch.Tensor) -> torch.Tensor:
+    """Returns the bits zero-extended to int64."""
     import torch
 
     width = bits.element_size()
@@ -157,7 +175,7 @@ def _widen(bits: torch.Tensor) -> torch.Tensor:
     return wide.bitwise_and_((1 << 8 * width) - 1) if width in (2, 4) else wide
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
     """Returns the int64 that has the bits of `number` modulo 2**64."""
     number &= MASK
     return number - (1 << 64) if number >> 63 else number

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 # Settings that change numbers or their order, and that people set outside the script.
-_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS")
+_VARIABLES = (
+    *("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS"),
+    *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "MKL_NUM_THREADS", "MKL_CBWR"),
+)
 
 
 def versions() -> dict[str, str]:
@@ -52,6 +55,12 @@ def environment(model: nn.Module | Sequence[nn.Module]) -> dict[str, Any]:
             type(module).__name__ == "OptimizedModule" for part in as_list(model) for module in part.modules()
         ),
         "backend": str(dist.get_backend()) if world()[1] > 1 else None,
+        "attention": {  # the switches are called cuda's and hold for the CPU's kernels too
+            "flash": torch.backends.cuda.flash_sdp_enabled(),
+            "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
+            "math": torch.backends.cuda.math_sdp_enabled(),
+        },
+        "mkldnn": torch.backends.mkldnn.enabled,
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
     if device.type == "cuda":
@@ -59,11 +68,6 @@ def environment(model: nn.Module | Sequence[nn.Module]) -> dict[str, Any]:
         facts["cudnn"] = {
             "benchmark": torch.backends.cudnn.benchmark,
             "deterministic": torch.backends.cudnn.deterministic,
-        }
-        facts["attention"] = {
-            "flash": torch.backends.cuda.flash_sdp_enabled(),
-            "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
-            "math": torch.backends.cuda.math_sdp_enabled(),
         }
     return facts
 

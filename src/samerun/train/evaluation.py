@@ -51,6 +51,7 @@ def evaluate_fixed(
         "rng_unchanged": not rng,
         "changed": [*tensors, *rng],
         "modules": outputs.rows() if folder is not None else None,
+        "details": outputs.details() if folder is not None else None,
     }
 
 

@@ -27,7 +27,8 @@ class TensorFact:
     disagree with it. `nonfinite` and `nonzero` count elements of the worst and the fullest replica. `missing_elements`
     is above 0 if the ranks together do not hold the whole tensor. `cuts` lists how it is cut up, as [mesh axis,
     dimension, strided] in the order of the cuts: empty if every rank holds it whole, None if the mesh has no names.
-    `lead` is the lowest rank that holds part of it.
+    `lead` is the lowest rank that holds part of it. `unordered` is a sum over the elements that their places do not
+    change, of the same replica as `digest`: it tells values in wrong places from wrong values.
     """
 
     key: str
@@ -43,6 +44,7 @@ class TensorFact:
     aliases: tuple[str, ...]
     cuts: Sequence[Sequence[Any]] | None = None
     lead: int = 0
+    unordered: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the JSON form; what is as it should be is left out."""
@@ -54,6 +56,8 @@ class TensorFact:
             "nonfinite": self.nonfinite,
             "nonzero": self.nonzero,
         }
+        if self.unordered is not None:
+            body["unordered"] = self.unordered
         if self.odd:
             body["odd"] = [{"rank": replica.lead, "digest": replica.digest} for replica in self.odd]
         if self.missing_elements:
@@ -71,7 +75,10 @@ class TensorFact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedState:
-    """Everything that `capture_state` saw, the same on every rank."""
+    """Everything that `capture_state` saw, the same on every rank.
+
+    `generators` has the digest of each rank's random number generators, by generator, then rank.
+    """
 
     layout: Layout | None
     world_size: int
@@ -83,7 +90,7 @@ class CapturedState:
     scheduler: Any
     objects: Mapping[str, Any]
     config: Any
-    rng: Mapping[str, str]
+    generators: Mapping[str, Mapping[str, str]]
     rank_rng: Mapping[str, Any]
     broken_ties: Sequence[Sequence[str]]
     disagreements: Sequence[Mapping[str, Any]] = field(default_factory=tuple[Mapping[str, Any], ...])
@@ -107,7 +114,8 @@ class CapturedState:
             "scheduler": self.scheduler,
             "objects": dict(self.objects),
             "config": self.config,
-            "rng": dict(self.rng),
+            "rng": dict(self.generators.get("torch", {})),
+            "generators": {name: dict(ranks) for name, ranks in self.generators.items() if name != "torch"},
             **({"rank_rng": dict(self.rank_rng)} if self.rank_rng else {}),
             "broken_ties": [list(names) for names in self.broken_ties],
             "disagreements": [dict(body) for body in self.disagreements],

@@ -78,6 +78,7 @@ def update_line(
     tokens: int | None,
     keep_ids: bool,
     seconds: float,
+    inputs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Returns one update as this rank records it; arguments as for `Recorder.record`."""
     loss_value = None if loss is None else number(loss)
@@ -87,6 +88,7 @@ def update_line(
         "update": int(update),
         "loss": loss_value,
         "grad_norm": norm,
+        "step_norm": facts.step_norm,
         "update_norm": facts.update_norm,
         "lr": list(facts.lr),
         "loss_scale": facts.loss_scale,
@@ -100,4 +102,22 @@ def update_line(
         "steps": facts.steps,
         "seconds": round(seconds, 4),
     }
-    return body if facts.moved is None else {**body, "moved": facts.moved, "gradients": facts.gradients}
+    if inputs is not None:
+        body["inputs"] = dict(inputs)
+    if facts.moved is None:
+        return body
+    return {**body, "moved": facts.moved, "gradients": before_clipping(facts.gradients, norm)}
+
+
+def before_clipping(gradients: Mapping[str, float] | None, norm: float | None) -> dict[str, float] | None:
+    """Returns each gradient's norm as it was before the whole gradient, then of L2 norm `norm`, was clipped.
+
+    Clipping by the global norm shortens every gradient by one factor, which is what the whole one now lacks. What is
+    not shorter was not clipped.
+    """
+    if gradients is None:
+        return None
+    whole = math.hypot(*gradients.values())
+    usable = norm is not None and math.isfinite(norm) and 0 < whole < norm
+    factor = norm / whole if norm is not None and usable else 1.0
+    return {name: value * factor for name, value in gradients.items()}

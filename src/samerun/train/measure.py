@@ -14,16 +14,26 @@ from samerun.core.plain import plain
 from samerun.errors import Problem, SamerunError, VerificationError
 from samerun.train.agree import add_over_ranks, distinct, world
 from samerun.train.boxpart import Part
-from samerun.train.digest import digest_shard, dtype_of
+from samerun.train.digest import digest_shard, dtype_of, sum_unordered
 from samerun.train.facts import Replica, TensorFact
-from samerun.train.named import COUNTER_SLOTS, optimizer_masters, optimizer_slots, own_buffers, own_parameters
+from samerun.train.named import (
+    COUNTER_SLOTS,
+    named_average,
+    optimizer_masters,
+    optimizer_slots,
+    own_buffers,
+    own_parameters,
+)
 from samerun.train.shards import Shard, local_shard, whole_shape
 
 if TYPE_CHECKING:
     import torch
 
 # Columns of the one matrix that is reduced: a row per replica of each tensor.
-_DIGEST, _ELEMENTS, _NONFINITE, _NONZERO, _VALUE = range(5)
+_DIGEST, _ELEMENTS, _NONFINITE, _NONZERO, _VALUE, _UNORDERED = range(6)
+LARGEST_UNORDERED = 1 << 26
+"""Elements of the largest tensor whose sum without places is taken: it takes as long as the digest."""
+
 _BITS = 62  # presence bits per int64 word: sums of distinct bits stay positive
 
 
@@ -50,7 +60,7 @@ class Local:
         return [[h.key, list(h.shape), h.dtype, h.trainable, list(h.aliases), h.cuts] for h in self.held]
 
 
-def read_local(model: Any, optimizer: Any) -> Local:
+def read_local(model: Any, optimizer: Any, average: Any = None) -> Local:
     held: list[Held] = []
     problems: list[Problem] = []
     rank, _ = world()
@@ -78,6 +88,8 @@ def read_local(model: Any, optimizer: Any) -> Local:
             hold(f"optim.{slot}:{name}", tensor)
     for name, master in optimizer_masters(model, optimizer) if optimizer is not None else ():
         hold(f"master:{name}", master)
+    for name, tensor in named_average(average).items():
+        hold(f"ema:{name}", tensor)
     return Local(tuple(held), tuple(problems))
 
 
@@ -127,7 +139,10 @@ class Described:
 
 
 def measure(local: Local, catalogue: Mapping[str, Described]) -> dict[str, list[list[int]]]:
-    """Returns, by key, a row [lead rank, digest, elements, nonfinite, nonzero, value bits] per replica. Collective."""
+    """Returns by key, for each replica, [lead rank, digest, elements, nonfinite, nonzero, value bits, unordered].
+
+    Collective.
+    """
     import torch
 
     leads = _replica_leads(local, list(catalogue))
@@ -136,7 +151,7 @@ def measure(local: Local, catalogue: Mapping[str, Described]) -> dict[str, list[
     for key in catalogue:
         first_row[key] = num_rows
         num_rows += len(leads[key])
-    matrix = torch.zeros((num_rows, 5), dtype=torch.int64)
+    matrix = torch.zeros((num_rows, 6), dtype=torch.int64)
     rank, _ = world()
     for held in local.held:
         if held.shard is not None and held.shape == catalogue[held.key].shape:
@@ -178,7 +193,9 @@ def _measure_shard(key: str, shard: Shard, rank: int) -> list[int]:
         torch.count_nonzero(local.view(torch.uint8) if str(local.dtype).startswith("torch.float8") else local)
     )
     value = _float_bits(float(local.item())) if not is_tensor(key) and local.numel() == 1 and shard.lead == rank else 0
-    return [_to_signed(digest), local.numel(), nonfinite, nonzero, value]
+    small = math.prod(shard.shape) <= LARGEST_UNORDERED
+    unordered = _to_signed(sum_unordered(local)) if is_tensor(key) and small else 0
+    return [_to_signed(digest), local.numel(), nonfinite, nonzero, value, unordered]
 
 
 def _float_bits(value: float) -> int:
@@ -193,12 +210,15 @@ def tensor_fact(key: str, rows: list[list[int]], described: Described) -> Tensor
     dtype = parse_dtype(described.dtype)
     replicas = [Replica(row[0], whole_digest(row[1 + _DIGEST] & MASK, key, dtype, described.shape)) for row in rows]
     most = _majority([replica.digest for replica in replicas])
+    of_most = [row for row, replica in zip(rows, replicas, strict=True) if replica.digest == most]
+    unordered = of_most[0][1 + _UNORDERED] if of_most else 0
     elements = math.prod(described.shape)
     return TensorFact(
         key=key,
         shape=described.shape,
         dtype=described.dtype,
         digest=most,
+        unordered=to_hex(unordered & MASK) if elements <= LARGEST_UNORDERED else None,
         replicas=len(replicas),
         odd=tuple(replica for replica in replicas if replica.digest != most),
         nonfinite=max((row[1 + _NONFINITE] for row in rows), default=0),

@@ -101,6 +101,18 @@ def own_buffers(model: nn.Module | Sequence[nn.Module], *, persistent_only: bool
     return _deduplicate(pairs)
 
 
+def named_average(average: nn.Module | Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    """Returns the tensors of an average of the model by the averaged parameter's name, in its own order.
+
+    Of a module (`torch.optim.swa_utils.AveragedModel`, a copy of the model) its parameters count.
+    """
+    if average is None:
+        return {}
+    if not isinstance(average, Mapping):
+        return named_parameters(average)
+    return {normalize_fqn(name): tensor for name, tensor in average.items()}
+
+
 def _deduplicate(pairs: list[tuple[str, torch.Tensor]]) -> NamedTensors:
     owners: dict[Any, str] = {}
     tensors: dict[str, torch.Tensor] = {}

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 from samerun.core.digest import to_hex
 from samerun.core.plain import plain
 from samerun.train.agree import distinct, gather_number
-from samerun.train.digest import digest_tensor
 
 if TYPE_CHECKING:
     from samerun.train.rank_rng import RankRandomness
@@ -37,12 +36,21 @@ def _array_of(value: Any) -> Any:
     return local.numpy()
 
 
-def rng_digests() -> dict[str, str]:
-    """Returns each rank's torch RNG state as a digest, by rank. Collective."""
-    import torch
+def generator_digests_by_rank() -> dict[str, dict[str, str]]:
+    """Returns the digest of every rank's state by generator, then rank; a rank without that generator is left out.
 
-    states = _gather_words(int(digest_tensor("rng:torch", torch.get_rng_state()), 16))
-    return {str(rank): to_hex(state) for rank, state in enumerate(states)}
+    Generators are named as in `samerun.train.generators.generator_states`. Collective.
+    """
+    from samerun.train.generators import generator_digests
+
+    mine = generator_digests()
+    variants = distinct(sorted(mine))
+    found: dict[str, dict[str, str]] = {}
+    for name in sorted({name for variant in variants for name in variant.value}):
+        having = {rank for variant in variants if name in variant.value for rank in variant.ranks}
+        words = _gather_words(int(mine.get(name, "0"), 16))
+        found[name] = {str(rank): to_hex(words[rank]) for rank in sorted(having)}
+    return found
 
 
 def rank_records(record: RankRandomness | None) -> dict[str, Any]:
@@ -51,7 +59,7 @@ def rank_records(record: RankRandomness | None) -> dict[str, Any]:
     Empty where no rank told anything.
     """
     mine = None if record is None else record.to_json()
-    variants = distinct(mine and {name: mine[name] for name in ("policy", "update", "kept", "seeded")})
+    variants = distinct(mine and {name: mine[name] for name in mine if name not in ("stream", "seed")})
     if all(variant.value is None for variant in variants):
         return {}
     streams, seeds = _gather_words(mine["stream"] if mine else 0), _gather_words(mine["seed"] if mine else 0)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +10,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from samerun.train.digest import state_fingerprint
+from samerun.train.generators import generator_digests
 from samerun.train.named import as_list, reshard
 from samerun.train.objects import object_state
 
@@ -46,20 +45,9 @@ def fingerprint(model: nn.Module | Sequence[nn.Module], optimizer: Any, objects:
     """Returns the fingerprint of model, optimizer, this process's random number generators, and `objects`."""
     return Fingerprint(
         tensors=state_fingerprint(model, optimizer),
-        rng=_rng_states(),
+        rng={f"rng.{name}": digest for name, digest in generator_digests().items()},
         objects={name: _hash(object_state(value, name)) for name, value in objects.items() if value is not None},
     )
-
-
-def _rng_states() -> dict[str, str]:
-    import torch
-
-    states: dict[str, Any] = {"rng.python": random.getstate(), "rng.torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["rng.cuda"] = torch.cuda.get_rng_state()
-    if "numpy" in sys.modules:
-        states["rng.numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
-    return {name: _hash(object_state(state, name)) for name, state in states.items()}
 
 
 def _hash(plain: Any) -> str:

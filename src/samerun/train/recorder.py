@@ -44,6 +44,7 @@ from samerun.train.values import number
 if TYPE_CHECKING:
     from torch import nn
 
+    from samerun.train.inputs import InputWatch
     from samerun.train.norms import ParameterNorms
     from samerun.train.rank_rng import RankRandomness
     from samerun.train.steps import StepFacts, StepWatch
@@ -100,6 +101,7 @@ class Recorder:
         self._keep_ids = keep_ids or _launch is not None
         self._writer: TraceWriter | None = None
         self._watch: StepWatch | None = None
+        self._inputs: InputWatch | None = None
         self._objects: dict[str, Any] = {}
         self._layout: Layout | None = None
         self._update: int | None = None
@@ -138,6 +140,11 @@ class Recorder:
         return self._directory is not None
 
     @property
+    def closed(self) -> bool:
+        """Whether the trace has ended."""
+        return self._closed
+
+    @property
     def stage(self) -> str | None:
         """The stage that samerun launched this job for (load, eval, update, window, control), or None."""
         return self._launch.stage if self._launch else None
@@ -169,6 +176,7 @@ class Recorder:
         batch: Mapping[str, Any] | None = None,
         config: Any = None,
         objects: Mapping[str, Any] | None = None,
+        average: nn.Module | Mapping[str, Any] | None = None,
     ) -> None:
         """Says what is to be watched, and writes the trace's header. Call it once, when everything is built.
 
@@ -184,6 +192,8 @@ class Recorder:
             config: architecture settings; the model's own `config` by default.
             objects: whatever else is saved beside the tensors, by the name under which it is: to be compared after
                 loading. Anything with a `state_dict`, or plain data.
+            average: an average of the model (EMA, SWA), if one is kept: a module such as
+                `torch.optim.swa_utils.AveragedModel`, or tensors by the averaged parameter's name.
         """
         if self._directory is None:
             return
@@ -193,7 +203,7 @@ class Recorder:
 
         declared = read_layout(layout)
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
-        self._sampler, self._scaler, self._config = sampler, scaler, config
+        self._sampler, self._scaler, self._config, self._average = sampler, scaler, config, average
         self._objects = {"sampler": sampler, "scaler": scaler} | dict(objects or {})
         self._objects = {name: value for name, value in self._objects.items() if value is not None}
         place = self._rank, _ = world()
@@ -222,6 +232,10 @@ class Recorder:
         self._capture("loaded")
         if self._watch is not None:  # loading may have replaced parameters and made an empty optimizer step
             self._watch.restart(self._norms_of_model())
+        if self._measures():
+            from samerun.train.inputs import InputWatch
+
+            self._inputs = InputWatch(self._model, whole=self._layout is None or self._layout.pp == 1)
 
     def evaluate(self, function: Callable[[], Mapping[str, Any]]) -> None:
         """Evaluates fixed examples and proves that this changed nothing. Call it right after `loaded`.
@@ -354,6 +368,7 @@ class Recorder:
             tokens=tokens,
             keep_ids=self._keep_ids,
             seconds=time.monotonic() - self._began,
+            inputs=self._inputs.take() if self._inputs is not None else None,
         )
         self._writer.write("update", body)
         self._count(int(update), facts)
@@ -415,9 +430,19 @@ class Recorder:
             config=self._config,
             layout=self._layout,
             rank_rng=self._rank_rng,
+            average=self._average,
         )
+        beside = self._measure_beside() if when == "end" else {}
         if self._rank == 0 and self._writer is not None:
-            self._writer.write("state", {"when": when, "update": self._update or 0, **captured.to_json()})
+            from samerun.train.settings import module_settings
+
+            body = captured.to_json() | ({"modules": module_settings(self._model)} if when == "loaded" else beside)
+            self._writer.write("state", {"when": when, "update": self._update or 0, **body})
+
+    def _measure_beside(self) -> dict[str, Any]:
+        from samerun.train.beside import measure_beside
+
+        return {"beside": measure_beside(self._model, self._average)}
 
     def _count(self, update: int, facts: StepFacts) -> None:
         if facts.steps == 0:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from samerun.core.progress import Committed
+from samerun.core.schedule import parse_schedule
 from samerun.errors import Problem, UsageError
 
 CommittedUnit = Literal["updates", "samples", "tokens"]
@@ -110,14 +111,12 @@ def next_rates(scheduler: Any, count: int) -> list[list[float]]:
     """Returns the rates by group that the next `count` updates will use if the scheduler is stepped once per update.
 
     A copy is stepped, on an optimizer with one number per group: parameters, state, and the scheduler itself stay as
-    they are. Also for `LambdaLR`, whose function no checkpoint holds.
-
-    Raises:
-        TypeError: for `ReduceLROnPlateau`, which follows the loss and has no next rates.
+    they are. Also for `LambdaLR`, whose function no checkpoint holds. `ReduceLROnPlateau` follows the loss: its rates
+    are returned until its patience can run out, so there may be fewer than `count`.
     """
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise TypeError("ReduceLROnPlateau follows the loss: its next rates are not known")
     groups = scheduler.optimizer.param_groups
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return [[*rates] for rates in parse_schedule(scheduler.state_dict(), groups).next_rates(count)]
     bare = [{**group, "params": [torch.nn.Parameter(torch.zeros(()))]} for group in groups]
     optimizer = torch.optim.SGD(bare, lr=0.0)
     optimizer.step()  # torch warns of a scheduler that is stepped first

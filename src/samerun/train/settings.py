@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from samerun.core.plain import plain
+from samerun.core.state import normalize_fqn
 from samerun.train.named import as_list, parameter_names
 
 if TYPE_CHECKING:
@@ -117,3 +118,21 @@ def config_values(config: Any) -> Any:
     if hasattr(config, "__dataclass_fields__"):
         return config
     return {name: value for name, value in vars(config).items() if not name.startswith("_")}
+
+
+def module_settings(model: nn.Module | Sequence[nn.Module]) -> dict[str, dict[str, bool | int | float | str]]:
+    """Returns the plain settings that each module keeps as attributes (`eps`, `p`, `num_heads`), by module, if any.
+
+    They are the module's own and may depend on the layout: a tensor-parallel module may count its local heads.
+    """
+    found: dict[str, dict[str, bool | int | float | str]] = {}
+    for part in as_list(model):
+        for name, module in part.named_modules():
+            settings = {
+                key: value
+                for key, value in vars(module).items()
+                if not key.startswith("_") and key != "training" and isinstance(value, bool | int | float | str)
+            }
+            if settings:
+                found[normalize_fqn(name)] = settings
+    return found

@@ -19,8 +19,10 @@ class StepFacts:
     """One update as the optimizer made it. Norms are None where they were not measured.
 
     `lr` is what the step used, per group. `steps` counts optimizer steps since the last update: 0 if a loss scaler
-    skipped it. `grad_norm` is that of the gradients which the step used, after any clipping; `gradients` are its parts
-    by parameter, in the first measured update, or None where an optimizer keeps the gradients itself.
+    skipped it. `grad_norm` is what was told before the step, or that of the gradients which the step used;
+    `step_norm` is always the latter, after any clipping. `gradients` are the norms by parameter, in the first measured
+    update: before clipping if they were measured then, else as the step used them. None where an optimizer keeps the
+    gradients itself.
     """
 
     lr: tuple[float, ...]
@@ -31,6 +33,7 @@ class StepFacts:
     deltas: dict[str, float]
     moved: dict[str, float] | None
     gradients: dict[str, float] | None
+    step_norm: float | None = None
 
 
 class StepWatch:
@@ -78,6 +81,8 @@ class StepWatch:
         self._steps = 0
         self._before: dict[str, torch.Tensor] | None = None
         self._gradient: torch.Tensor | None = None
+        self._used: torch.Tensor | None = None
+        self._quiet: dict[str, torch.Tensor] = {}
         self._told_norm: float | None = None
         # What a step made now would use. The scheduler and the scaler may have moved on when the update is recorded.
         self._lr = tuple(learning_rates(self._optimizers))
@@ -111,16 +116,18 @@ class StepWatch:
             names = self._norms.names if self._all_next else self._norms.trainable
             with torch.no_grad():
                 self._before = self._norms.copy(names)
-                if self._gradient is None and not computes:
-                    self._gradient = self._norms.squared_gradient()
+                if not computes:
+                    self._used = self._norms.squared_gradient()
+                    names = self._norms.names if self._all_next else self._watched
+                    self._quiet = self._norms.quiet(names, add_over_ranks(self._used.clone()))
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         import torch
 
         self._steps += 1
-        if self._before is not None and self._gradient is None:
+        if self._before is not None and self._used is None:
             with torch.no_grad():
-                self._gradient = self._norms.squared_gradient()
+                self._used = self._norms.squared_gradient()
         if self._steps == len(self._optimizers):
             self._ends()
 
@@ -138,19 +145,23 @@ class StepWatch:
         """Returns what happened since the last call. Collective whenever norms were measured."""
         import torch
 
-        grad_norm = update_norm = None
+        grad_norm = update_norm = step_norm = None
         deltas: dict[str, float] = {}
         moved = gradients = None
-        if self._before is not None and self._gradient is not None:
+        if self._before is not None and self._used is not None:
             with torch.no_grad():
-                changes = self._norms.squared_change(self._before)
-            both = add_over_ranks(torch.cat([changes, self._gradient]))
-            squares, gradient = both[: len(changes)], both[len(changes) :]
+                changes, loud = self._norms.squared_change(self._before, self._quiet)
+            before = self._used if self._gradient is None else self._gradient
+            every = add_over_ranks(torch.cat([changes, loud, before, self._used.sum().reshape(1)]))
+            count = len(changes)
+            squares, changed, gradient = every[:count], every[count : 2 * count], every[2 * count : -1]
             grad_norm, update_norm = self._gradient_norm(math.fsum(gradient)), math.sqrt(math.fsum(squares))
-            deltas = self._norms.norms(squares, self._watched)
+            deltas = self._norms.norms(changed, self._watched)
+            keeps_gradients = any(map(_keeps_gradients, self._optimizers))
+            step_norm = None if keeps_gradients else math.sqrt(every[-1])
             if self._all_next:
-                moved = self._norms.norms(squares, self._norms.names)
-                if not any(map(_keeps_gradients, self._optimizers)):
+                moved = self._norms.norms(changed, self._norms.names)
+                if not keeps_gradients:
                     gradients = self._norms.norms(gradient, self._norms.trainable)
                 self._all_next = False
         else:
@@ -164,6 +175,7 @@ class StepWatch:
             deltas=deltas,
             moved=moved,
             gradients=gradients,
+            step_norm=step_norm,
         )
         self.reset()
         return facts

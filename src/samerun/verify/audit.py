@@ -7,7 +7,7 @@ multisets, because how one update's samples are dealt to ranks and passes is exa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,27 +56,27 @@ _LISTS = ("replayed", "omitted", "pending", "overlap", "other")
 
 
 def audit_window(
-    expected: Sequence[tuple[int, Ids]], found: Sequence[tuple[int, Ids]], *, before: Collection[Any] = ()
+    expected: Sequence[tuple[int, Ids]], found: Sequence[tuple[int, Ids]], *, before: Container[Any] = ()
 ) -> Audit:
     """Compares two windows, each a sequence of (update, ids over all replicas) in order of updates.
 
     Args:
         expected: what the control consumed.
         found: what the candidate consumed.
-        before: ids known to have been consumed before the window, in this epoch.
+        before: ids known to have been consumed before the window, in this epoch; asked only where windows differ.
     """
     last = max((update for update, _ in found), default=-1)
     comparable = [(update, ids) for update, ids in expected if update <= last] if found else list(expected)
     if [(u, Counter(ids)) for u, ids in comparable] == [(u, Counter(ids)) for u, ids in found]:
         return Audit(num_compared=sum(len(ids) for _, ids in found))
-    return _classify(comparable, found, expected, frozenset(before))
+    return _classify(comparable, found, expected, frozenset(before) if isinstance(before, Collection) else before)
 
 
 def _classify(
     comparable: Sequence[tuple[int, Ids]],
     found: Sequence[tuple[int, Ids]],
     everything: Sequence[tuple[int, Ids]],
-    before: frozenset[Any],
+    before: Container[Any],
 ) -> Audit:
     owed = Counter(item for _, ids in everything for item in ids)
     overlap: list[tuple[int, Any]] = []

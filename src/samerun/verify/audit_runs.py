@@ -20,6 +20,7 @@ from samerun.core.progress import Committed, LastBatch, UpdateSpan, after, next_
 from samerun.errors import Problem, Severity
 from samerun.trace import Trace
 from samerun.verify.audit import Audit, Ids, audit_window, check_audit
+from samerun.verify.before import consumed_before
 from samerun.verify.observed import short_ids
 
 
@@ -199,9 +200,10 @@ def _against(
     for number, line in enumerate(lineage):
         if not line.num_samples:
             continue
-        span = next_update(order, at, line.num_samples, last_batch)
-        if span.num_samples < line.num_samples:  # more than the epoch's end leaves: into the next one
-            span = next_update(order, at, line.num_samples, "carry")
+        if line.num_samples > _MOST_EPOCHS * order.num_samples(at.epoch):
+            wrong.append((line.update, line.num_samples))  # no update of this order: its positions are not walked
+            continue
+        span = _span(order, at, line.num_samples, last_batch)
         at = after(at, span, skipped=line.skipped)
         padding += [(line.update, item) for item in _padding(order, span)]
         if line.ids is None:
@@ -216,8 +218,8 @@ def _against(
             found.setdefault(part.epoch, []).append((number, mine))
     updates = [line.update for line in lineage]
     epochs = tuple(
-        _renumber(audit_window(expected[epoch], found[epoch], before=_before(order, begin, epoch)), updates)
-        for epoch in sorted(expected)
+        _renumber(audit_window(expected[epoch], ids, before=consumed_before(order, begin, epoch, ids)), updates)
+        for epoch, ids in sorted(found.items())
     )
     return {
         "epochs": epochs,
@@ -226,6 +228,18 @@ def _against(
         "unchecked": unchecked,
         "end": at,
     }
+
+
+_MOST_EPOCHS = 1000  # that one update may take
+
+
+def _span(order: GlobalOrder, at: Committed, num_samples: int, last_batch: LastBatch) -> UpdateSpan:
+    """The positions that an update of so many samples takes; beyond an epoch's end it goes into the next one."""
+    if last_batch != "drop" or num_samples <= order.num_samples(at.epoch):
+        span = next_update(order, at, num_samples, last_batch)
+        if span.num_samples == num_samples:
+            return span
+    return next_update(order, at, num_samples, "carry")
 
 
 def _split(found: Ids, parts: Sequence[Ids]) -> list[Ids]:
@@ -250,10 +264,6 @@ def _padding(order: GlobalOrder, span: UpdateSpan) -> list[Any]:
         if part.stop > unpadded(part.epoch)
         for item in order.ids(part.epoch, max(part.start, unpadded(part.epoch)), part.stop).tolist()
     ]
-
-
-def _before(order: GlobalOrder, begin: Committed, epoch: int) -> list[Any]:
-    return order.ids(epoch, 0, begin.samples_in_epoch).tolist() if epoch == begin.epoch else []
 
 
 def _renumber(audit: Audit, updates: Sequence[int]) -> Audit:

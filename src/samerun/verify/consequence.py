@@ -32,7 +32,7 @@ _KINDS: tuple[tuple[re.Pattern[str], frozenset[str]], ...] = (
     (re.compile(r"scheduler.*"), frozenset({"SR-SCHED-MISSING"})),
     (re.compile(r"(?:bf16_)?zero_pp_rank_.*optim_states\.pt|optimizer(?:_\d+)?\.(?:bin|pt)"), _TENSORS | _OPTIMIZER),
     (re.compile(r".*\.safetensors|pytorch_model.*\.bin|layer_.*\.pt|model(?:_\d+)?\.bin"), _TENSORS),
-    (re.compile(r"(?:fp32|exp_avg|exp_avg_sq|step|momentum_buffer)\.pt"), _TENSORS | {"SR-OPT-SLOT"}),
+    (re.compile(r"(?:fp32|exp_avg|exp_avg_sq|step|momentum_buffer)\.pt"), _TENSORS | {"SR-OPT-SLOT", "SR-OPT-NOSTATE"}),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from samerun.core.tolerance import Band, deviation
 from samerun.errors import Problem
 from samerun.trace import EvalLine
-from samerun.verify.locate import Modules, first_module
+from samerun.verify.locate import Details, Modules, first_module
 
 Array = npt.NDArray[Any]
 
@@ -24,7 +24,7 @@ class Evaluation:
 
     `losses` has one number per example; `logits` the recorded elements of the logits, the examples first; both in the
     examples' own order. `changed` names what the evaluation altered although it may alter nothing. `modules` has the
-    norm of what every module gave out.
+    norm of what every module gave out, `details` its projection and element type.
     """
 
     update: int
@@ -33,6 +33,7 @@ class Evaluation:
     shape: tuple[int, ...]
     changed: tuple[str, ...]
     modules: Modules = ()
+    details: Details = field(default_factory=dict[str, tuple[float, str]])
 
 
 def evaluation_of(line: EvalLine, logits: Array | None) -> Evaluation:
@@ -43,7 +44,9 @@ def evaluation_of(line: EvalLine, logits: Array | None) -> Evaluation:
     if not line.rng_unchanged:
         changed.append("random number generators")
     shape = tuple((line.logits or {}).get("shape") or ())
-    return Evaluation(line.update, line.losses, logits, shape, tuple(dict.fromkeys(changed)), line.modules)
+    return Evaluation(
+        line.update, line.losses, logits, shape, tuple(dict.fromkeys(changed)), line.modules, line.details
+    )
 
 
 def loss_deviation(control: Evaluation, candidate: Evaluation, *, absolute: bool = False) -> float:
@@ -144,7 +147,7 @@ def _check_band(control: Evaluation, candidate: Evaluation, band: Band, where: d
     found, limit = measure(control, candidate, absolute=band.absolute), band.limits[0]
     if found <= limit:
         return []
-    place = first_module(control.modules, candidate.modules, limit)
+    place = first_module(control.modules, candidate.modules, limit, details=(control.details, candidate.details))
     first = f"; the first module whose output differs is {place}" if place else ""
     return [
         Problem(

@@ -7,16 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-import numpy as np
-
+from samerun.core.generators import TRACKER, generator_digest, generator_kind
 from samerun.core.state import LogicalState
 
-TORCH_BYTES = 5056
-"""Length of `torch.get_rng_state()`: MT19937 with its counters (torch 2.13.0)."""
-CUDA_BYTES = 16
-"""Length of a CUDA generator's state: Philox seed and offset."""
-
 _RANK = re.compile(r"(?:^|rank|_)(\d+)$")
+EVERY = "every"
+"""Stands for the rank of states that were saved without one."""
 
 
 def saved_generators(state: LogicalState) -> dict[str, list[str]]:
@@ -26,11 +22,25 @@ def saved_generators(state: LogicalState) -> dict[str, list[str]]:
     expert-parallel regions), and `other`. They are told by what a state looks like, not by its name.
     """
     found: dict[str, set[str]] = defaultdict(set)
-    for path, kind in _leaves((), state.rng):
-        ranks = [match[1] for part in path if (match := _RANK.search(part))]
-        found[ranks[0] if ranks else "every"].add(kind)
-    order = sorted(found, key=lambda rank: (rank == "every", int(rank) if rank.isdigit() else 0))
+    for path, node in _leaves((), state.rng):
+        name = _name(path, node)
+        found[_rank(path)].add("megatron-tracker" if name.startswith(TRACKER) else name)
+    order = sorted(found, key=lambda rank: (rank == EVERY, int(rank) if rank.isdigit() else 0))
     return {rank: sorted(found[rank]) for rank in order}
+
+
+def saved_digests(state: LogicalState) -> dict[str, dict[str, set[str]]]:
+    """Returns the digests of saved states by generator and rank (`every`: without one).
+
+    Generators are named as a job names its own (`samerun.train.objects.generator_digests`): `torch`, `cuda`, `numpy`,
+    `python`, and `megatron:NAME` for those of Megatron's tracker. A rank has several digests where it saved the states
+    of several devices.
+    """
+    found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for path, node in _leaves((), state.rng):
+        if (digest := generator_digest(node)) is not None:
+            found[_name(path, node)][_rank(path)].add(digest)
+    return {name: dict(ranks) for name, ranks in found.items()}
 
 
 def describe_generators(generators: Mapping[str, list[str]]) -> str:
@@ -46,16 +56,25 @@ def describe_generators(generators: Mapping[str, list[str]]) -> str:
 
 
 def _ranks(ranks: list[str]) -> str:
-    if ranks == ["every"]:
+    if ranks == [EVERY]:
         return "no rank in particular"
     shown = ", ".join(ranks) if len(ranks) <= 4 else f"{ranks[0]} to {ranks[-1]} ({len(ranks)})"
     return f"ranks {shown}"
 
 
-def _leaves(path: tuple[str, ...], node: Any) -> Iterator[tuple[tuple[str, ...], str]]:
-    if (kind := _kind(node)) is not None:
-        tracked = any("tracker" in part for part in path)
-        yield path, "megatron-tracker" if tracked else kind
+def _rank(path: tuple[str, ...]) -> str:
+    return next((match[1] for part in path if (match := _RANK.search(part))), EVERY)
+
+
+def _name(path: tuple[str, ...], node: Any) -> str:
+    if any("tracker" in part for part in path):
+        return TRACKER + path[-1]
+    return generator_kind(node) or "other"
+
+
+def _leaves(path: tuple[str, ...], node: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if generator_kind(node) is not None:
+        yield path, node
     elif isinstance(node, Mapping):
         for name, below in cast("Mapping[Any, Any]", node).items():
             yield from _leaves((*path, *str(name).split(".")), below)
@@ -63,19 +82,3 @@ def _leaves(path: tuple[str, ...], node: Any) -> Iterator[tuple[tuple[str, ...],
         per_rank = not any("cuda" in part for part in path)  # a list of CUDA states is by device of one rank
         for number, below in enumerate(cast("list[Any]", node)):
             yield from _leaves((*path, str(number)) if per_rank else path, below)
-
-
-def _kind(node: Any) -> str | None:
-    if isinstance(node, np.ndarray):
-        array = cast("np.ndarray[Any, Any]", node)
-        return {TORCH_BYTES: "torch", CUDA_BYTES: "cuda"}.get(array.nbytes, "other")
-    if isinstance(node, Mapping):
-        return "numpy" if "bit_generator" in node else None
-    if isinstance(node, list | tuple):
-        items = cast("list[Any]", node)
-        if items and isinstance(items[0], str):
-            return "numpy"
-        if len(items) == 3 and isinstance(items[1], list | tuple) and len(cast("list[Any]", items[1])) == 625:
-            return "python"
-        return None
-    return "other"

@@ -56,8 +56,12 @@ class Outcome:
     tail: tuple[str, ...] = ()
 
 
-def check_outcome(outcome: Outcome, stage: str, *, timeout_seconds: float) -> list[Problem]:
-    """Returns findings about how the job ended: its exit status, its time limit, processes that it left behind."""
+def check_outcome(outcome: Outcome, stage: str, *, timeout_seconds: float, finished: bool = False) -> list[Problem]:
+    """Returns findings about how the job ended: its exit status, its time limit, processes that it left behind.
+
+    `finished`: every rank had closed its trace after all that was asked of it. What goes wrong then, while Python and
+    the communication threads shut down, takes nothing away from what was recorded.
+    """
     problems: list[Problem] = []
     said = "\n".join(telling_lines(outcome.tail)) or "(no output)"
     if outcome.timed_out:
@@ -68,6 +72,18 @@ def check_outcome(outcome: Outcome, stage: str, *, timeout_seconds: float) -> li
                 where={"stage": stage},
                 hint="a hang right after loading is usually one rank waiting in a collective that another never "
                 "entered; if the job is only slow, raise launch.timeout_seconds",
+            )
+        )
+    elif outcome.returncode != 0 and finished:
+        problems.append(
+            Problem(
+                "SR-JOB-EXIT",
+                f"the job did all that was asked of it, then ended with {describe_status(outcome.returncode)}; it "
+                f"said:\n{said}",
+                Severity.WARNING,
+                where={"stage": stage},
+                hint="every rank had closed its trace, so what was recorded counts; let the ranks meet at a barrier "
+                "before they destroy the process group, and keep the model until Python ends",
             )
         )
     elif outcome.returncode != 0:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,8 +31,10 @@ MISSING_EVIDENCE = (
     "SR-JOB-UNREPORTED",
     "SR-JOB-STAGE",
     "SR-JOB-RANKS",
+    "SR-LOAD-UNSEEN",
     "SR-EVAL-MISSING",
     "SR-UPD-UNRECORDED",
+    "SR-RUN-REHEARSAL",
 )
 """Codes (or families) that say that something could not be seen, not that it is wrong."""
 
@@ -69,7 +71,8 @@ RULES: tuple[Rule, ...] = (
          ("SR-LOAD-STEP", "SR-UPD-INDEX", "SR-UPD-MISSING", "SR-TRACE-INDEX"),
          "do the counters go on where they stood?"),
     Rule("optimizer", (_LOAD, *_UPDATES),
-         ("SR-LOAD-OPT", "SR-LOAD-GROUP", "SR-LOAD-CLASS", "SR-UPD-SCALE", "SR-UPD-SKIPPED"),
+         ("SR-LOAD-OPT", "SR-LOAD-GROUP", "SR-LOAD-CLASS", "SR-UPD-SCALE", "SR-UPD-SKIPPED",
+          "SR-UPD-SETTING", "SR-UPD-COUNTER"),
          "is the optimizer the one that was saved?"),
     Rule("randomness", (_LOAD,), ("SR-RNG-",), "do ranks draw alike, and apart, as they did?"),
     Rule("state-coverage", (_LOAD,), ("SR-LOAD-MISSING", "SR-LOAD-UNEXPECTED", "SR-LOAD-SHAPE"),
@@ -80,6 +83,7 @@ RULES: tuple[Rule, ...] = (
     Rule("job", _JOBS, ("SR-JOB-", "SR-TRACE-"), "did the planned job run, on the planned layout?"),
     Rule("movement", (_UPDATE,), ("SR-UPD-STILL", "SR-UPD-FROZEN-MOVED"),
          "did every trainable tensor move, and no frozen one?"),
+    Rule("averages", (_WINDOW,), ("SR-UPD-AVERAGE",), "do averages of the model still follow it?"),
     Rule("boundaries", (_WINDOW,), ("SR-UPD-BOUNDARY",), "were logging and evaluation crossed?"),
     Rule("numerics", _UPDATES, (), "do loss, gradient norm and updates stay in their bands?", whole=_UPDATES),
     Rule("conversion", (CONVERT,), (), "does the converted checkpoint hold what the source holds?", whole=(CONVERT,)),
@@ -89,13 +93,14 @@ RULES: tuple[Rule, ...] = (
 
 _CAUSAL = (
     "checkpoint", "source-unchanged", "conversion", "job", "batch", "state-coverage", "state-values", "replicas",
-    "optimizer", "progress", "schedule", "randomness", "forward", "samples", "finite", "movement", "numerics",
-    "boundaries", "control",
+    "optimizer", "progress", "schedule", "randomness", "forward", "samples", "finite", "movement", "averages",
+    "numerics", "boundaries", "control",
 )  # fmt: skip
 """Criteria in causal order: what comes first can cause what comes later."""
 
 _CAUSAL_CODES = ("SR-UPD-INDEX", "SR-SAMPLE-", "SR-UPD-SAMPLES", "SR-UPD-TOKENS", "SR-UPD-LR", "SR-UPD-SCALE",
-                 "SR-UPD-LOSS", "SR-UPD-GRADNORM", "SR-UPD-UPDATENORM", "SR-UPD-DELTA")  # fmt: skip
+                 "SR-UPD-LOSS", "SR-UPD-GRADNORM", "SR-UPD-GRADIENT", "SR-UPD-CLIP", "SR-UPD-UPDATENORM",
+                 "SR-UPD-DELTA")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +128,16 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
-    """What the judge needs of the seal: its digest, the label, and what a promotion would validate."""
+    """What the judge needs of the seal: its digest, the label, and what a promotion would validate.
+
+    `rehearsal` says what the jobs stood for, where they were not the real ones.
+    """
 
     digest: str | None
     label: str
     layout: Mapping[str, Any] | None
     batch: Mapping[str, Any] | None
+    rehearsal: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +200,8 @@ def judge(
     blocking = [(stage, problem) for stage, problem in found if problem.severity is Severity.ERROR]
     failing = [(stage, problem) for stage, problem in blocking if not is_missing_evidence(problem.code)]
     decision: Decision = "reject" if failing else "abstain" if blocking else "promote"
-    ordered = sorted(failing or blocking, key=lambda item: _causal_rank(*item))
+    dealt = {(stage, item.where.get("update")) for stage, item in failing if item.code == "SR-SAMPLE-OVERLAP"}
+    ordered = sorted(failing or blocking, key=lambda item: _causal_rank(*item, dealt=dealt))
     rest = [problem for _, problem in found if problem not in [item for _, item in ordered]]
     promoted = decision == "promote"
     return Verdict(
@@ -201,7 +211,11 @@ def judge(
         reasons=tuple(problem for _, problem in ordered),
         remarks=tuple(rest),
         first_divergence=_divergence(*ordered[0]) if failing else None,
-        validated={"layout": sealed.layout if promoted else None, "batch": sealed.batch if promoted else None},
+        validated={
+            "layout": sealed.layout if promoted else None,
+            "batch": sealed.batch if promoted else None,
+            **({"rehearsal": sealed.rehearsal} if promoted and sealed.rehearsal else {}),
+        },
         sealed=sealed.digest,
         record=record or {},
     )
@@ -304,11 +318,17 @@ def _metric_criteria(results: Mapping[str, StageResult]) -> list[Criterion]:
     ]
 
 
-def _causal_rank(stage: str, problem: Problem) -> tuple[int, int, int, int]:
+def _causal_rank(
+    stage: str, problem: Problem, *, dealt: Set[tuple[str, Any]] = frozenset()
+) -> tuple[int, int, int, int]:
+    """Returns what findings are ordered by. `dealt` are the (stage, update) that gave samples to two replicas at once.
+
+    An update with another number of samples is the cause of other samples, unless it is because replicas share them.
+    """
     place = STAGES.index(stage) if stage in STAGES else len(STAGES)
-    rule = rule_of(stage, problem.code)
-    code = next((i for i, prefix in enumerate(_CAUSAL_CODES) if problem.code.startswith(prefix)), len(_CAUSAL_CODES))
     update = problem.where.get("update")
+    rule = "samples" if problem.code == "SR-UPD-SAMPLES" and (stage, update) in dealt else rule_of(stage, problem.code)
+    code = next((i for i, prefix in enumerate(_CAUSAL_CODES) if problem.code.startswith(prefix)), len(_CAUSAL_CODES))
     return place, update if isinstance(update, int) else 0, _CAUSAL.index(rule), code
 
 
@@ -321,6 +341,6 @@ def _divergence(stage: str, problem: Problem) -> dict[str, Any]:
         "message": problem.message,
         "expected": problem.expected,
         "found": problem.found,
-        "kind": kind_of(problem.code),
+        "kind": problem.kind or kind_of(problem.code),
         "likely": problem.hint,
     }

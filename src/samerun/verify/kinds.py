@@ -48,17 +48,29 @@ KINDS: Mapping[str, str] = {
     "SR-UPD-SKIPPED": "fp16 scaler",
     "SR-UPD-LOSS": "loss normalisation",
     "SR-UPD-GRADNORM": "loss normalisation",
+    "SR-UPD-GRADIENT": "loss normalisation",
+    "SR-UPD-CLIP": "loss normalisation",
     "SR-UPD-UPDATENORM": "optimizer state",
     "SR-UPD-DELTA": "optimizer state",
     "SR-UPD-STILL": "tied, frozen, never stepped",
     "SR-UPD-FROZEN-MOVED": "tied, frozen, never stepped",
     "SR-UPD-NONFINITE": "dtype and masters",
     "SR-UPD-REPLICA": "after load",
+    "SR-UPD-SETTING": "parameter groups",
+    "SR-UPD-COUNTER": "counters",
+    "SR-UPD-TENSOR": "tied, frozen, never stepped",
+    "SR-UPD-BUFFER": "after load",
+    "SR-UPD-AVERAGE": "averages of the model",
+    "SR-UPD-LAG": "averages of the model",
+    "SR-LOAD-UNSEEN": "averages of the model",
 }
 """Beginnings of codes; the longest that fits counts."""
 
 
 def kind_of(code: str) -> str | None:
-    """Returns the kind of failure that a finding points to, or None where it points to none in particular."""
+    """Returns the kind of failure that a finding with this code points to, or None where it points to none.
+
+    A finding whose evidence tells more says so itself (`Problem.kind`).
+    """
     fitting = [start for start in KINDS if code.startswith(start)]
     return KINDS[max(fitting, key=len)] if fitting else None

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any, cast
 
-from samerun.core.plain import MISSING, differing_paths, is_opaque, plain
+import numpy as np
+
+from samerun.core.plain import MISSING, differing_paths, is_opaque, plain, unbox
 from samerun.errors import Problem, Severity
+from samerun.verify.generators import saved_digests
 
 if TYPE_CHECKING:
     from samerun.core.state import LogicalState
     from samerun.verify.declare import Declared
-    from samerun.verify.loaded import Loaded
+from samerun.verify.loaded import Loaded
 
 _CONFIG_NAMES = ("config", "model_config", "model_args")
+# Objects by the names under which scripts save them, whose kind of failure their name tells.
+_KINDS = {
+    "scaler": "fp16 scaler",
+    "grad_scaler": "fp16 scaler",
+    "progress": "counters",
+    "settings": "settings that shapes do not show",
+}
 # Settings that name a place or a layout, not an architecture: they may differ between two runs of one model.
 _PLACES = frozenset(
     [
@@ -43,7 +53,7 @@ def check_scheduler(loaded: Loaded) -> list[Problem]:
     found = loaded.found.get("scheduler")
     declared = loaded.declared("schedule")
     if saved is None:
-        return []
+        return _check_unsaved(loaded, found, declared)
     if found is None:
         return [
             Problem(
@@ -58,6 +68,32 @@ def check_scheduler(loaded: Loaded) -> list[Problem]:
         ]
     expected = plain(dict(saved), "scheduler")
     return _leaf_problems("SR-LOAD-SCHED", "scheduler", expected, found, declared, "the schedule would go on elsewhere")
+
+
+def _check_unsaved(loaded: Loaded, found: Any, declared: Declared) -> list[Problem]:
+    """A schedule that was not saved and begins anew stands at other rates than the optimizer brought back."""
+    parts: list[Any] = found if isinstance(found, list) else [found]
+    believed = [rate for part in parts if isinstance(part, Mapping) for rate in _numbers(part.get("_last_lr"))]
+    saved = [plain(group.hyperparameters.get("lr")) for group in loaded.state.groups]
+    rates = [float(rate) for rate in map(unbox, saved) if isinstance(rate, int | float)]
+    if len(believed) != len(rates) or np.allclose(sorted(believed), sorted(rates), rtol=1e-6, atol=0.0):
+        return []
+    return [
+        Problem(
+            "SR-LOAD-SCHED",
+            "the checkpoint holds no scheduler, and the job's stands at other rates than those of the saved groups",
+            declared.severity,
+            where={"key": "scheduler"},
+            hint="it begins anew, with its warm-up: save scheduler.state_dict() with the checkpoint, or make it at its "
+            "position",
+            expected=rates,
+            found=believed,
+        )
+    ]
+
+
+def _numbers(value: Any) -> list[float]:
+    return [float(item) for item in cast("list[Any]", value)] if isinstance(value, list) else []
 
 
 def check_objects(loaded: Loaded) -> list[Problem]:
@@ -187,7 +223,16 @@ def _leaf_problems(code: str, name: str, saved: Any, found: Any, declared: Decla
             severity = Severity.WARNING
         place = f"{name}.{path}" if path else name
         problems.append(
-            Problem(code, f"{place} differs", severity, where={"key": place}, hint=hint, expected=expected, found=value)
+            Problem(
+                code,
+                f"{place} differs",
+                severity,
+                where={"key": place},
+                hint=hint,
+                expected=expected,
+                found=value,
+                kind=_KINDS.get(name.rpartition(".")[2]) if code == "SR-LOAD-OBJECT" else None,
+            )
         )
     return problems
 
@@ -222,44 +267,36 @@ def check_config(loaded: Loaded) -> list[Problem]:
 
 
 def check_rng(loaded: Loaded) -> list[Problem]:
-    """Returns ranks whose random-number state is not a saved one, if the manifest claims that it is kept.
+    """Returns ranks with a generator whose state is not a saved one, if the manifest claims that it is kept.
 
+    Every generator that was saved and that the job has: torch's, CUDA's, NumPy's, Python's, each of Megatron's tracker.
     Ranks that a declared policy seeded are left out: `check_policy` looks at the policy.
     """
     if loaded.declared("rng").changes or not loaded.state.rng:
         return []
-    saved = [pair for name, value in loaded.state.rng.items() for pair in _rng_digests(tuple(name.split(".")), value)]
+    saved = saved_digests(loaded.state)
     applied: Mapping[str, Any] = loaded.found.get("rank_rng") or {}
+    job = {"torch": loaded.found.get("rng", {}), **(loaded.found.get("generators") or {})}
     problems: list[Problem] = []
-    for rank, found in loaded.found.get("rng", {}).items():
-        if rank in applied and "torch" not in (applied[rank] or {}).get("kept", ()):
-            continue  # seeded by a policy that the job told
-        own = {digest for path, digest in saved if rank in path} or {digest for _, digest in saved}
-        if own and found not in own:
-            problems.append(
-                Problem(
-                    "SR-LOAD-OBJECT",
-                    f"the random-number state of rank {rank} is not the saved one",
-                    where={"key": "rng", "rank": int(rank)},
-                    hint="restore it last, just before the first batch; or declare `rng: expected-to-change`",
-                    expected=sorted(own),
-                    found=found,
-                )
-            )
+    for name in [name for name in job if name in saved]:
+        everywhere = set[str]().union(*saved[name].values())
+        for rank, found in job[name].items():
+            if rank in applied and name not in (applied[rank] or {}).get("kept", ()):
+                continue  # seeded by a policy that the job told
+            own = saved[name].get(rank) or everywhere
+            if found not in own:
+                problems.append(_other_state(name, int(rank), own, found))
     return problems
 
 
-def _rng_digests(path: tuple[str, ...], value: Any) -> list[tuple[tuple[str, ...], str]]:
-    """Returns (path, digest) of every array inside a saved random state: one of a rank's arrays is torch's own."""
-    import numpy as np
-
-    from samerun.core.digest import digest_array
-
-    if isinstance(value, np.ndarray):
-        return [(path, digest_array("rng:torch", cast("np.ndarray[Any, Any]", value)))]
-    if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        return [pair for name, item in items for pair in _rng_digests((*path, *str(name).split(".")), item)]
-    if isinstance(value, list | tuple):
-        return [pair for item in cast("list[Any]", value) for pair in _rng_digests(path, item)]
-    return []
+def _other_state(name: str, rank: int, saved: Set[str], found: str) -> Problem:
+    which = "random-number state" if name == "torch" else f"state of the {name} generator"
+    return Problem(
+        "SR-LOAD-OBJECT",
+        f"the {which} of rank {rank} is not the saved one",
+        kind="random numbers",
+        where={"key": "rng", "rank": rank},
+        hint="restore it last, just before the first batch; or declare `rng: expected-to-change`",
+        expected=sorted(saved),
+        found=found,
+    )

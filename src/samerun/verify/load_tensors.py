@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from samerun.core.mesh import Layout
 from samerun.core.state import Role, TensorKey
 from samerun.errors import Problem, Severity
+from samerun.verify.load_kinds import SEARCH_BYTES, Budget, explain_values
 from samerun.verify.load_reset import Resets, find_resets
 from samerun.verify.match import Pair
 
@@ -22,7 +22,6 @@ _PARTS = {
     Role.MASTER: "parameters",
     Role.EMA: "parameters",
 }
-_SEARCH_BYTES = 1 << 30  # read at most, over all tensors, to find out whose values a wrong tensor has
 
 
 def declared_part(key: str) -> str:
@@ -32,18 +31,19 @@ def declared_part(key: str) -> str:
 
 def check_tensors(loaded: Loaded) -> list[Problem]:
     """Returns differences in keys, shapes, types and values, and non-finite values."""
-    resets, budget = find_resets(loaded), _Budget(_SEARCH_BYTES)
+    resets, budget = find_resets(loaded), Budget(SEARCH_BYTES)
     problems = resets.problems(loaded)
     problems += _check_missing(loaded, resets)
     problems += _check_unexpected(loaded)
     for pair in loaded.match.pairs:
         problems += _check_pair(loaded, pair, resets)
-    return [_explained(loaded, problem, budget) for problem in problems]
+    return [explain_values(loaded, problem, budget) for problem in problems]
 
 
 def _check_missing(loaded: Loaded, resets: Resets) -> list[Problem]:
     hint = _renaming_hint(loaded)
-    return [
+    untold = _untold_average(loaded)
+    return _unseen(loaded, untold) + [
         Problem(
             "SR-LOAD-MISSING",
             "the checkpoint has this tensor, the job does not",
@@ -54,7 +54,31 @@ def _check_missing(loaded: Loaded, resets: Resets) -> list[Problem]:
             found="absent",
         )
         for key in loaded.match.missing
-        if not resets.covers(key) and not _master_of_loaded(loaded, key)
+        if not resets.covers(key) and not _master_of_loaded(loaded, key) and key not in untold
+    ]
+
+
+def _untold_average(loaded: Loaded) -> tuple[str, ...]:
+    """Returns the keys of a saved average of the model, if the job told of none: it may have restored it."""
+    if any(key.startswith("ema:") for key in loaded.found["tensors"]):
+        return ()
+    return tuple(key for key in loaded.match.missing if TensorKey.parse(key).role is Role.EMA)
+
+
+def _unseen(loaded: Loaded, keys: tuple[str, ...]) -> list[Problem]:
+    if not keys:
+        return []
+    return [
+        Problem(
+            "SR-LOAD-UNSEEN",
+            f"the checkpoint holds an average of the model ({len(keys)} tensors), and the job did not say what it "
+            "restored of it",
+            loaded.declared(declared_part(keys[0])).severity,
+            where={"tensor": keys[0]},
+            hint="give it to recorder.attach as average=...: no loss and no norm shows an average that is not restored",
+            expected=f"{len(keys)} tensors of an average",
+            found="none told",
+        )
     ]
 
 
@@ -188,30 +212,6 @@ def _value_hint(loaded: Loaded, pair: Pair) -> str:
     if loaded.declared(declared_part(pair.key)).bound is not None:
         return "a bound can excuse a cast to another type; digests of the same type say only equal or not"
     return "`samerun diff` between this checkpoint and one saved right after loading shows by how much"
-
-
-@dataclass(slots=True)
-class _Budget:
-    num_bytes: int
-
-
-def _explained(loaded: Loaded, problem: Problem, budget: _Budget) -> Problem:
-    """Returns a finding about wrong values with whose values they are, if they are those of another saved tensor."""
-    key = problem.where.get("tensor", "")
-    if problem.code not in ("SR-LOAD-PARAM", "SR-LOAD-OPT") or "zero" in problem.message:
-        return problem
-    saved = next(pair.saved for pair in loaded.match.pairs if pair.key == key)
-    entry = loaded.state.tensors[saved]
-    for rival, other in loaded.state.tensors.items():
-        alike = (other.shape, other.dtype, other.key.role, other.key.slot)
-        if rival == saved or alike != (entry.shape, entry.dtype, entry.key.role, entry.key.slot):
-            continue
-        budget.num_bytes -= other.num_bytes
-        if budget.num_bytes < 0:
-            return problem
-        if loaded.digest(rival, key) == problem.found:
-            return replace(problem, message=f"{problem.message}: they are those of {rival}")
-    return problem
 
 
 def _check_replicas(loaded: Loaded, key: str, fact: Mapping[str, Any], expected: str | None) -> list[Problem]:

@@ -27,8 +27,10 @@ class ObservedUpdate:
     `ids` maps each batch replica to the ids it consumed, in its own order; None when some replica recorded none.
     `finite` is false as soon as one rank saw a loss, gradient or parameter that is not. `skipped` counts the attempts
     at this update that a loss scaler threw away. `moved` has every parameter's change in the first update of a job,
-    `gradients` every gradient's norm there as the step used it.
-    `seconds` is when it was recorded, counted from the job's header.
+    `gradients` every gradient's norm there before clipping, `inputs` the rows that the model was given there and the
+    sum of their digests, over all replicas. `step_norm` is the norm of the gradient that the step used, after clipping.
+    `autocast` is the type that the forward pass was cast to there. `seconds` is when it was recorded,
+    counted from the job's header.
     """
 
     update: int
@@ -46,6 +48,17 @@ class ObservedUpdate:
     moved: Mapping[str, float] | None
     seconds: float | None = None
     gradients: Mapping[str, float] | None = None
+    step_norm: float | None = None
+    inputs: tuple[int, int] | None = None
+    autocast: str | None = None
+
+    def where(self, **more: Any) -> dict[str, Any]:
+        """Returns the place of a finding about this update."""
+        return {"update": self.update, **more}
+
+    def changes(self) -> dict[str, float]:
+        """Returns the norm of every change that was measured, by tensor: all of them in the first update."""
+        return {**(self.moved or {}), **self.deltas}
 
     def all_ids(self) -> tuple[SampleId, ...]:
         """Returns the ids of all replicas, replica by replica."""
@@ -57,7 +70,8 @@ class Observed:
     """Everything that the checks need from one job's trace.
 
     `updates` is in the order recorded by the lead rank. `boundaries` are (what, update) pairs. `problems` are findings
-    about the trace alone, such as ranks that contradict each other.
+    about the trace alone, such as ranks that contradict each other. `ended`: every rank's file has its last line.
+    `finished`: on every rank the script itself closed it, after all the updates that were asked for.
     """
 
     headers: Mapping[int, Header]
@@ -66,6 +80,7 @@ class Observed:
     states: tuple[StateLine, ...]
     boundaries: frozenset[tuple[str, int]]
     ended: bool
+    finished: bool
     problems: tuple[Problem, ...]
 
     def state(self, when: str) -> StateLine | None:
@@ -88,6 +103,8 @@ def observe(trace: Trace) -> Observed:
         states=trace.lead.states,
         boundaries=frozenset((line.what, line.update) for line in trace.lead.boundaries),
         ended=all(rank.end is not None for rank in trace.ranks),
+        finished=all(rank.end is not None and rank.end.reason == "finished" for rank in trace.ranks)
+        and len(trace.ranks) == trace.lead.header.world_size,
         problems=tuple(problem for problem in check_trace(trace) if problem.code not in NAMED_ELSEWHERE),
     )
 
@@ -112,7 +129,19 @@ def _gather(trace: Trace, index: int, skipped: int) -> ObservedUpdate:
         moved=next((line.moved for line in lines if line.moved is not None), None),
         seconds=lines[0].seconds,
         gradients=next((line.gradients for line in lines if line.gradients is not None), None),
+        step_norm=_first(lines, "step_norm"),
+        inputs=_inputs(trace, index),
+        autocast=_first(lines, "autocast"),
     )
+
+
+def _inputs(trace: Trace, index: int) -> tuple[int, int] | None:
+    """Returns (rows, sum of digests) over one rank per replica, or None where one of them recorded nothing."""
+    found = [line.inputs for rank in trace.replicas().values() if (line := rank.update(index)) is not None]
+    known = [item for item in found if item is not None]
+    if not known:
+        return None
+    return sum(rows for rows, _ in known), sum(digest for _, digest in known) & (1 << 64) - 1
 
 
 def _first(lines: Sequence[UpdateLine], name: str) -> Any:

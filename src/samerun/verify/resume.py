@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from samerun.core.state import LogicalState, ParamGroup, Role, TensorEntry
 from samerun.errors import Problem, Severity, has_errors
-from samerun.plan.position import check_phases
+from samerun.verify.resume_schedule import check_scheduler
+from samerun.verify.resume_streams import check_streams
 
 Verdict = Literal["yes", "partial", "no"]
 NEEDED = ("params", "optimizer", "groups", "scheduler", "rng", "data", "progress")
@@ -54,6 +53,7 @@ def find_parts(state: LogicalState) -> dict[str, bool]:
     return {
         "params": roles[Role.PARAM] + roles[Role.MASTER] > 0,
         "buffers": roles[Role.BUFFER] > 0,
+        "masters": roles[Role.MASTER] > 0,
         "optimizer": roles[Role.OPTIM] > 0 or _stateless(state.groups),
         "groups": any(group.hyperparameters for group in state.groups),
         "scheduler": bool(state.scheduler),
@@ -83,7 +83,7 @@ def check_resume(state: LogicalState, name: str, steps: Mapping[str, float]) -> 
         *check_groups(state),
         *check_counters(state, name, steps),
         *check_scheduler(state),
-        *check_streams(state),
+        *(check_streams(state) if find_parts(state)["optimizer"] else ()),
     ]
 
 
@@ -282,11 +282,13 @@ def check_groups(state: LogicalState) -> list[Problem]:
                 hint="which learning rate and weight decay applies cannot be told",
             )
         )
-    problems += _check_hyperparameters(state.groups)
+    problems += _check_hyperparameters(state.groups, usual=state.format == "huggingface")
     return problems
 
 
-def _check_hyperparameters(groups: Sequence[ParamGroup]) -> list[Problem]:
+def _check_hyperparameters(groups: Sequence[ParamGroup], *, usual: bool) -> list[Problem]:
+    """Checks groups' settings and members. Trainer always makes a group without weight decay: it is `usual` that it is
+    empty where only matrices are trained (adapters)."""
     problems: list[Problem] = []
     every = sorted({name for group in groups for name in group.hyperparameters})
     for number, group in enumerate(groups):
@@ -294,11 +296,12 @@ def _check_hyperparameters(groups: Sequence[ParamGroup]) -> list[Problem]:
         if missing:
             problems.append(_hyperparameters_missing(number, missing, _has_its_own(group, groups)))
         if not group.params:
+            trainers = usual and len(groups) == 2 and group.hyperparameters.get("weight_decay") == 0
             problems.append(
                 Problem(
                     "SR-GROUP-EMPTY",
                     f"group {number} has no parameters",
-                    severity=Severity.WARNING,
+                    severity=Severity.NOTE if trainers else Severity.WARNING,
                     where={"key": f"param_groups.{number}"},
                     hint="its parameters may have been filed under another group, with that group's weight decay and "
                     "rate; compare with how the script builds the optimizer",
@@ -399,155 +402,6 @@ def _check_step_types(state: LogicalState, steps: Mapping[str, float]) -> list[P
             hint="keep step in float32; casting a whole optimizer to half precision does this",
         )
     ]
-
-
-def check_scheduler(state: LogicalState) -> list[Problem]:
-    """Compares the scheduler's position with the update counter, and its last rates with the groups'."""
-    scheduler = state.scheduler
-    if not scheduler:
-        return []
-    problems: list[Problem] = []
-    position, update, epoch = scheduler.get("last_epoch"), state.progress.update, state.progress.epoch
-    if isinstance(position, int) and update is not None and position not in (update, epoch):
-        problems.append(_position_differs(position, update))
-    last, rates = scheduler.get("_last_lr"), [group.hyperparameters.get("lr") for group in state.groups]
-    if isinstance(last, list) and len(last) == len(rates) and None not in rates and list(last) != rates:
-        problems.append(
-            Problem(
-                "SR-SCHED-LR",
-                "the scheduler's last learning rates are not those of the parameter groups",
-                severity=Severity.WARNING,
-                where={"key": "_last_lr"},
-                expected=rates,
-                found=list(last),
-                hint="one of the two was saved at another update, or changed by hand",
-            )
-        )
-    shapes = scheduler.get("lr_lambdas")
-    if isinstance(shapes, list) and shapes and not any(shapes):  # None for a function, {} for a partial of one
-        problems.append(
-            Problem(
-                "SR-SCHED-LAMBDA",
-                "the schedule is a function in the training script and is not saved, only its position is",
-                severity=Severity.NOTE,
-                where={"key": "lr_lambdas"},
-                hint="build it with the same warm-up and horizon; one that depends on the world size changes the rates",
-            )
-        )
-    return problems
-
-
-def _position_differs(position: int, update: int) -> Problem:
-    times = f", {position // update} times per update" if update and position and position % update == 0 else ""
-    return Problem(
-        "SR-SCHED-POSITION",
-        f"the scheduler was stepped {position} times in {update} updates{times}",
-        severity=Severity.WARNING,
-        where={"key": "last_epoch"},
-        expected=update,
-        found=position,
-        hint="if it is stepped once per process, its rate depends on the world size; if once more, it is one off",
-    )
-
-
-def check_streams(state: LogicalState) -> list[Problem]:
-    """Checks random number generators and data positions: there, per rank where they must be, for every rank."""
-    problems: list[Problem] = []
-    if not find_parts(state)["optimizer"]:
-        return problems
-    if not state.rng:
-        problems.append(
-            Problem(
-                "SR-RNG-MISSING",
-                "no random number generator state is saved",
-                severity=Severity.WARNING,
-                hint="dropout and augmentation will draw other numbers; declare rng: expected-to-change",
-            )
-        )
-    problems += _check_rng_ranks(state)
-    problems += _check_data(state)
-    problems += check_phases(state)
-    return problems
-
-
-def ranks_in(section: str, names: Iterable[str]) -> set[int]:
-    """Returns the ranks that names in a section carry: `rng_rank3`, `rng.3`, `dataloader.dp_rank_3`."""
-    ranks: set[int] = set()
-    for name in names:
-        tail = name.rpartition(".")[2] if "." in name else name.removeprefix(section)
-        match = re.search(r"(\d+)$", tail)
-        if match:
-            ranks.add(int(match.group(1)))
-    return ranks
-
-
-def _check_rng_ranks(state: LogicalState) -> list[Problem]:
-    world_size = state.topology.world_size
-    if not state.rng or not world_size or world_size < 2:
-        return []
-    ranks = ranks_in("", state.rng)
-    for node in state.rng.values():
-        if isinstance(node, dict) and node and all(re.search(r"\d+$", str(key)) for key in node):
-            ranks |= ranks_in("", [str(key) for key in node])
-        elif isinstance(node, list) and len(node) > 1 and all(isinstance(item, dict | np.ndarray) for item in node):
-            ranks |= set(range(len(node)))
-    if not ranks:
-        return [
-            Problem(
-                "SR-RNG-SHARED",
-                f"one random number generator state is saved for {world_size} ranks",
-                severity=Severity.WARNING,
-                where={"key": next(iter(state.rng))},
-                expected=world_size,
-                found=1,
-                hint="either every rank saved under the same name and one of them survived (save it under a name per "
-                "rank), or a run of one process was converted for more, and the new ranks have no stream yet",
-            )
-        ]
-    if ranks == set(range(world_size)):
-        return []
-    return [
-        Problem(
-            "SR-RNG-RANKS",
-            f"there are random number generator states of {len(ranks)} ranks ({_some(list(map(str, sorted(ranks))))}), "
-            f"and the checkpoint is one of {world_size} ranks",
-            severity=Severity.WARNING,
-            where={"key": next(iter(state.rng))},
-            expected=world_size,
-            found=len(ranks),
-            hint="ranks without a state start a stream of their own: expected where a conversion changed their number "
-            "(declare rng: expected-to-change), otherwise states were lost, or are left over from another save",
-        )
-    ]
-
-
-def _check_data(state: LogicalState) -> list[Problem]:
-    if not state.data:
-        samples = state.progress.samples
-        known = f"; {samples} samples are counted, which fixes the place in a known order" if samples else ""
-        return [
-            Problem(
-                "SR-DATA-MISSING",
-                f"no sampler or data loader state is saved{known}",
-                severity=Severity.WARNING,
-                hint="a data loader made anew starts the epoch again: samples are seen twice. Save the sampler's state",
-            )
-        ]
-    problems: list[Problem] = []
-    for name, node in state.data.items():
-        ranks = ranks_in("", [str(key) for key in node if "rank" in str(key)]) if isinstance(node, dict) else set[int]()
-        if ranks and state.progress.samples is None:
-            problems.append(
-                Problem(
-                    "SR-DATA-PERRANK",
-                    f"the data loader's position is kept per rank, for {len(ranks)} ranks, without a global count",
-                    severity=Severity.WARNING,
-                    where={"key": name},
-                    hint="on another number of ranks samples are replayed or skipped unless it is rewritten to a "
-                    "global position (samples committed so far in the whole run)",
-                )
-            )
-    return problems
 
 
 def _some(names: Sequence[str]) -> str:

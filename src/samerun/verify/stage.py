@@ -87,4 +87,6 @@ def problem_from_json(body: Mapping[str, Any]) -> Problem:
         hint=body["hint"],
         expected=body.get("expected"),
         found=body.get("found"),
+        follows_from=body.get("follows_from"),
+        kind=body.get("kind"),
     )

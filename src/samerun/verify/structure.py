@@ -20,6 +20,7 @@ from samerun.verify.coverage import check_coverage
 from samerun.verify.declared import check_declared
 from samerun.verify.destination import Destination, check_destination, plan_destination
 from samerun.verify.generators import saved_generators
+from samerun.verify.proof import check_proof, read_proof
 from samerun.verify.resume import Resumable, check_resume, judge_resumable
 from samerun.verify.sidecar import SidecarCheck, check_sidecar, read_sidecar
 from samerun.verify.values import check_values
@@ -35,7 +36,10 @@ _NOT_INCOMPLETE = frozenset({"SR-FILE-CRC", "SR-FILE-GENERATION", "SR-COV-REPLIC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectReport:
-    """What inspecting found. `intact` is None unless payloads were compared with recorded evidence."""
+    """What inspecting found. `intact` is None unless payloads were compared with recorded evidence.
+
+    `evidence` names the digests beside the checkpoint that decided it, if any did.
+    """
 
     path: str
     state: LogicalState
@@ -48,6 +52,7 @@ class InspectReport:
     digests: Mapping[str, str] | None = None
     against: Against | None = None
     checksums: Checksums | None = None
+    evidence: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the body of the `samerun/inspect/1` document."""
@@ -141,6 +146,7 @@ def inspect_checkpoint(
     problems = [*state.problems, *check_coverage(state)]
     intact: bool | None = None
     digests: dict[str, str] | None = None
+    evidence: tuple[str, ...] = ()
     payloads: PayloadCheck | None = None
     num_files = 1
     if isinstance(checkpoint, Inspectable):
@@ -158,10 +164,12 @@ def inspect_checkpoint(
         problems += check_values(checkpoint)
         digests = _digests(checkpoint)
         problems += check_copied(checkpoint, digests)
-        recorded = _check_sidecar(checkpoint, digests)
-        problems += recorded.problems
-        if recorded.intact is not None and intact is not False:
-            intact = recorded.intact
+        beside = (("the job's digests", _check_sidecar), ("the conversion's proof", _check_proof))
+        for name, check in beside:
+            recorded = check(checkpoint, digests)
+            problems += recorded.problems
+            evidence += (name,) if recorded.intact is not None else ()
+            intact = recorded.intact if recorded.intact is not None and intact is not False else intact
     planned = plan_destination(state, destination) if destination is not None else None
     if planned is not None:
         problems += check_destination(state, planned)
@@ -184,6 +192,7 @@ def inspect_checkpoint(
         digests=digests,
         against=against,
         checksums=combine_checksums(checkpoint, payloads),
+        evidence=evidence,
     )
 
 
@@ -195,6 +204,14 @@ def _check_sidecar(checkpoint: Checkpoint, digests: Mapping[str, str]) -> Sideca
     return (
         SidecarCheck(None, (sidecar,)) if isinstance(sidecar, Problem) else check_sidecar(checkpoint, sidecar, digests)
     )
+
+
+def _check_proof(checkpoint: Checkpoint, digests: Mapping[str, str]) -> SidecarCheck:
+    """Compares with the digests in the proof of the conversion that wrote the checkpoint, if one did."""
+    proof = read_proof(checkpoint.path)
+    if proof is None:
+        return SidecarCheck(None)
+    return SidecarCheck(None, (proof,)) if isinstance(proof, Problem) else check_proof(checkpoint, proof, digests)
 
 
 def _digests(checkpoint: Checkpoint) -> dict[str, str]:

@@ -29,9 +29,10 @@ def check_values(checkpoint: Checkpoint, advance: Callable[[int], None] | None =
     """
     problems: list[Problem] = []
     silent: list[str] = []
+    trained = _trained(checkpoint.state)
     for key, entry in checkpoint.state.tensors.items():
         found = _check_tensor(checkpoint, key, entry, advance)
-        problems += found.problems(key, entry)
+        problems += found.problems(key, entry, mask=bool(trained) and entry.key.fqn not in trained)
         whole = found.seen >= entry.num_elements > 0  # nothing is said of a tensor that is partly missing
         if found.all_zero and whole and entry.key.slot in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
             silent.append(key)
@@ -44,6 +45,7 @@ class _Found:
 
     def __init__(self) -> None:
         self.nonfinite = 0
+        self.nan = 0
         self.negative = 0
         self.seen = 0
         self.all_zero = True
@@ -54,7 +56,9 @@ class _Found:
         self.seen += flat.size
         for start in range(0, flat.size, _WINDOW_ELEMENTS):
             window = flat[start : start + _WINDOW_ELEMENTS]
-            self.nonfinite += count_nonfinite(window)
+            nonfinite = count_nonfinite(window)
+            self.nonfinite += nonfinite
+            self.nan += count_nan(window) if nonfinite else 0
             if squared:
                 self.negative += count_negative(window)
             self.all_zero = (
@@ -63,9 +67,20 @@ class _Found:
                 else False
             )
 
-    def problems(self, key: str, entry: TensorEntry) -> list[Problem]:
+    def problems(self, key: str, entry: TensorEntry, *, mask: bool) -> list[Problem]:
+        """Returns what is wrong; `mask`: the optimizer does not know the tensor, which may be a mask of infinities."""
         made: list[Problem] = []
-        if self.nonfinite:
+        if mask and self.nonfinite and not self.nan:
+            made.append(
+                Problem(
+                    "SR-VAL-NONFINITE",
+                    f"{self.nonfinite} of {entry.num_elements} values are infinite, in a tensor that nobody trains",
+                    Severity.WARNING,
+                    where={"tensor": key},
+                    hint="right for a mask that is saved as a buffer; a frozen weight is broken",
+                )
+            )
+        elif self.nonfinite:
             made.append(
                 Problem(
                     "SR-VAL-NONFINITE",
@@ -135,6 +150,15 @@ def count_nonfinite(values: Array) -> int:
     return 0
 
 
+def count_nan(values: Array) -> int:
+    """Returns how many values are not a number; 0 for integers."""
+    if values.dtype.kind in "fc":
+        return int(np.count_nonzero(np.isnan(values)))
+    if values.dtype.name == "bfloat16" or values.dtype.name.startswith("float8"):
+        return int(np.count_nonzero(np.isnan(values.astype(np.float32))))
+    return 0
+
+
 def count_negative(values: Array) -> int:
     """Returns how many values of a real floating type are below zero (negative zero is not)."""
     if values.dtype.name == "bfloat16":
@@ -143,6 +167,12 @@ def count_negative(values: Array) -> int:
     if values.dtype.kind == "f":
         return int(np.count_nonzero(values < 0))
     return 0
+
+
+def _trained(state: LogicalState) -> set[str]:
+    """Returns the names that the optimizer knows: by state or in a group."""
+    stateful = {entry.key.fqn for entry in state.tensors.values() if entry.key.role in (Role.OPTIM, Role.MASTER)}
+    return stateful | {name for group in state.groups for name in group.params}
 
 
 def _check_silent(state: LogicalState, silent: list[str]) -> list[Problem]:

@@ -303,56 +303,122 @@ def megatron_schedules(path: Path) -> list[dict[str, Any]]:
     return cases
 
 
-def write(name: str, body: Any) -> None:
+# --- The Trainer's schedules -----------------------------------------------------------------------------------------
+
+
+SCHEDULES: list[tuple[str, dict[str, Any]]] = [
+    ("constant", {}),
+    ("constant_with_warmup", {}),
+    ("linear", {}),
+    ("cosine", {}),
+    ("cosine", {"num_cycles": 1.25}),
+    ("cosine_with_restarts", {"num_cycles": 3}),
+    ("polynomial", {"lr_end": 1e-5, "power": 1.7}),
+    ("inverse_sqrt", {}),
+    ("inverse_sqrt", {"timescale": 9}),
+    ("cosine_with_min_lr", {"min_lr": 1e-4}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.2}),
+    ("warmup_stable_decay", {"num_decay_steps": 8}),
+    ("warmup_stable_decay", {"num_decay_steps": 6, "num_stable_steps": 9, "min_lr_ratio": 0.1, "decay_type": "1-sqrt"}),
+    ("warmup_stable_decay", {"num_decay_steps": 7, "warmup_type": "cosine", "decay_type": "linear"}),
+    ("warmup_stable_decay", {"num_decay_steps": 7, "warmup_type": "1-sqrt"}),
+]
+
+
+def all_trainer_schedules() -> list[dict[str, Any]]:
+    """Returns the cases of trainer_schedule.json: rates of two groups in 30 updates, and the state after 7."""
+    from transformers import get_scheduler
+
+    cases = []
+    for kind, more in SCHEDULES:
+        for warm_up in (0, 5):
+            groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (2e-3, 5e-4)]
+            optimizer = torch.optim.SGD(groups, lr=2e-3)
+            scheduler = get_scheduler(kind, optimizer, warm_up, 25, scheduler_specific_kwargs=dict(more))
+            rates, state = [], {}
+            for update in range(30):
+                if update == 7:
+                    state = {name: value for name, value in scheduler.state_dict().items() if name != "lr_lambdas"}
+                rates.append([group["lr"] for group in optimizer.param_groups])
+                optimizer.step()
+                scheduler.step()
+            cases.append({"kind": kind, "more": more, "warm_up": warm_up, "total": 25, "rates": rates, "state": state})
+    return cases
+
+
+# --- Every file ------------------------------------------------------------------------------------------------------
+
+
+def all_torchdata() -> list[dict[str, Any]]:
+    """Returns the cases of torchdata.json."""
+    cases = []
+    for ranks, length, batch, workers, drop in ((2, 23, 2, 0, False), (3, 23, 2, 2, False), (2, 27, 4, 2, True)):
+        found = on_ranks(ranks, torchdata_ids, length, batch, workers, drop)
+        ids = [[rank[0][0] for rank in found]]
+        case = {"processes": ranks, "length": length, "batch": batch, "seed": 3, "workers": workers}
+        after = [[rank[1][count] for rank in found] for count in range(len(found[0][1]))]
+        states = [[rank[2][count] for rank in found] for count in range(len(found[0][2]))]
+        cases.append({**case, "drop_last": drop, "ids": ids, "after": after, "states": states})
+    return cases
+
+
+def all_accelerate() -> list[dict[str, Any]]:
+    """Returns the cases of accelerate.json."""
+    cases = []
+    for processes in (2, 3):
+        mine = [case for case in accelerate_cases() if case["processes"] == processes]
+        found = on_ranks(processes, accelerate_ids, mine)
+        for index, case in enumerate(mine):
+            by_rank = [rank[index] for rank in found]
+            ids = [[rank[0][epoch] for rank in by_rank] for epoch in range(2)]
+            after = [[rank[1][count] for rank in by_rank] for count in range(len(by_rank[0][1]))]
+            cases.append({**case, "ids": ids, "after": after})
+    return cases
+
+
+def all_trainer() -> list[dict[str, Any]]:
+    """Returns the cases of trainer.json."""
+    cases = []
+    for ranks, length, batch in ((2, 23, 2), (3, 23, 1)):
+        with tempfile.TemporaryDirectory() as folder:
+            found = on_ranks(ranks, trainer_ids, length, batch, folder + "/run")
+        case = {"processes": ranks, "length": length, "batch": batch, "accumulation": 2, "seed": 11}
+        after = {str(step): [rank[1][step] for rank in found] for step in found[0][1]}
+        cases.append({**case, "ids": [rank[0] for rank in found], "after": after})
+    return cases
+
+
+FILES = {
+    "torchdata": all_torchdata,
+    "accelerate": all_accelerate,
+    "trainer": all_trainer,
+    "trainer_schedule": all_trainer_schedules,
+}
+
+
+def write(file: Path, body: Any) -> None:
     """Writes one golden file, a case per line."""
     text = "[\n" + ",\n".join(json.dumps(case, separators=(",", ":")) for case in body) + "\n]\n"
-    (HERE / name).write_text(text)
-    print(f"{name}: {len(body)} cases, {len(text)} bytes", file=sys.stderr)
+    file.write_text(text)
+    print(f"{file.name}: {len(body)} cases, {len(text)} bytes", file=sys.stderr)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--megatron", type=Path, help="Megatron's data_samplers.py")
     parser.add_argument("--megatron-scheduler", type=Path, help="Megatron's optimizer_param_scheduler.py")
-    parser.add_argument("--only", default="accelerate,torchdata,trainer,megatron,schedule")
+    parser.add_argument("--only", default="accelerate,torchdata,trainer,trainer_schedule,megatron,schedule")
+    parser.add_argument("--into", type=Path, default=HERE, help="folder of the files (default: beside this script)")
     arguments = parser.parse_args()
     only = arguments.only.split(",")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if "megatron" in only and arguments.megatron:
-        write("megatron.json", megatron_cases(arguments.megatron))
+        write(arguments.into / "megatron.json", megatron_cases(arguments.megatron))
     if "schedule" in only and arguments.megatron_scheduler:
-        write("megatron_schedule.json", megatron_schedules(arguments.megatron_scheduler))
-    if "torchdata" in only:
-        cases = []
-        for ranks, length, batch, workers, drop in ((2, 23, 2, 0, False), (3, 23, 2, 2, False), (2, 27, 4, 2, True)):
-            found = on_ranks(ranks, torchdata_ids, length, batch, workers, drop)
-            ids = [[rank[0][0] for rank in found]]
-            case = {"processes": ranks, "length": length, "batch": batch, "seed": 3, "workers": workers}
-            after = [[rank[1][count] for rank in found] for count in range(len(found[0][1]))]
-            states = [[rank[2][count] for rank in found] for count in range(len(found[0][2]))]
-            cases.append({**case, "drop_last": drop, "ids": ids, "after": after, "states": states})
-        write("torchdata.json", cases)
-    if "accelerate" in only:
-        cases = []
-        for processes in (2, 3):
-            mine = [case for case in accelerate_cases() if case["processes"] == processes]
-            found = on_ranks(processes, accelerate_ids, mine)
-            for index, case in enumerate(mine):
-                by_rank = [rank[index] for rank in found]
-                ids = [[rank[0][epoch] for rank in by_rank] for epoch in range(2)]
-                after = [[rank[1][count] for rank in by_rank] for count in range(len(by_rank[0][1]))]
-                cases.append({**case, "ids": ids, "after": after})
-        write("accelerate.json", cases)
-    if "trainer" in only:
-        cases = []
-        for ranks, length, batch in ((2, 23, 2), (3, 23, 1)):
-            with tempfile.TemporaryDirectory() as folder:
-                found = on_ranks(ranks, trainer_ids, length, batch, folder + "/run")
-            case = {"processes": ranks, "length": length, "batch": batch, "accumulation": 2, "seed": 11}
-            after = {step: [rank[1][step] for rank in found] for step in found[0][1]}
-            cases.append({**case, "ids": [rank[0] for rank in found], "after": after})
-        write("trainer.json", cases)
+        write(arguments.into / "megatron_schedule.json", megatron_schedules(arguments.megatron_scheduler))
+    for name in [name for name in FILES if name in only]:
+        write(arguments.into / f"{name}.json", FILES[name]())
 
 
 if __name__ == "__main__":

@@ -42,6 +42,10 @@ class KeyedOrder:
         require_span(start, stop, self.length)
         return _permutation(self.length, self.seed, epoch).span(start, stop)
 
+    def positions(self, epoch: int, ids: Ids) -> Ids:
+        """Returns the positions at which these ids stand. Raises ValueError for an id outside 0..length-1."""
+        return _permutation(self.length, self.seed, epoch).inverse(ids)
+
     def identity(self) -> dict[str, Any]:
         """Returns the kind, the construction's version, the length and the seed."""
         return {"kind": "keyed", "version": VERSION, "num_samples": self.length, "seed": self.seed}

@@ -34,6 +34,8 @@ class Kind(StrEnum):
     NORMALISATION = "loss normalisation"
     REPLICAS = "after load"
     ARCHITECTURE = "settings that shapes do not show"
+    SCALER = "fp16 scaler"
+    AVERAGE = "averages of the model"
     JOB = "the job itself"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
-from samerun.demo.faults.catalog import Kind, in_job
+from samerun.demo.faults.catalog import LOW, Kind, in_job
 from samerun.demo.faults.wrap import wrap
 
 Batches = list[list[int]]
@@ -88,6 +88,25 @@ def change_one_sample() -> None:
         return chain([[second[0][0] if dropped != second[0][0] else dropped, *others]], more, second, rest)
 
     _reorder(change)
+
+
+@in_job("one-token-changed", Kind.DATA, "SR-UPD-LOSS", "SR-UPD-GRADNORM", "SR-UPD-GRADIENT", precisions=LOW)
+def change_one_token() -> None:
+    """One token of one sample in each pass is another one, which bfloat16 would not tell from rounding."""
+    from torch.utils.data import DataLoader
+
+    def around(original: Any, loader: Any, dataset: Any, *args: Any, **rest: Any) -> None:
+        collate = rest["collate_fn"]
+
+        def other(samples: Any) -> Any:
+            batch = collate(samples)
+            if batch.inputs.numel():
+                batch.inputs[0, 3] = (batch.inputs[0, 3] + 1) % 256
+            return batch
+
+        original(loader, dataset, *args, **{**rest, "collate_fn": other})
+
+    wrap(DataLoader, "__init__", around)
 
 
 @in_job("tokens-changed", Kind.DATA, "SR-UPD-LOSS", "SR-EVAL-LOSS", "SR-EVAL-EXAMPLES", "SR-UPD-TOKENS")

@@ -59,7 +59,23 @@ def stretch_gradient_slightly() -> None:
     _scale_gradients(1.001)
 
 
-@in_job("clipping-lost", Kind.NORMALISATION, *NUMBERS)
+@in_job("gradient-of-one", Kind.NORMALISATION, "SR-UPD-GRADIENT")
+def stretch_one_gradient() -> None:
+    """The gradient of one bias is a tenth too long, which hardly shows in the norm of the whole."""
+    import torch
+
+    chosen: list[Any] = []
+    after_load(lambda model, optimizer: chosen.append(model.blocks[0].mlp.gate.bias))
+
+    def around(original: Any, parameters: Any, *args: Any, **rest: Any) -> Any:
+        for parameter in chosen:
+            parameter.grad.mul_(1.1)
+        return original(parameters, *args, **rest)
+
+    wrap(torch.nn.utils, "clip_grad_norm_", around)
+
+
+@in_job("clipping-lost", Kind.NORMALISATION, "SR-UPD-CLIP")
 def measure_and_not_clip() -> None:
     """The gradient norm is measured and nothing is clipped."""
     import torch

@@ -57,9 +57,9 @@ def open_accelerate(path: Path, open_inner: OpenInner) -> StateDictCheckpoint:
     _add_optimizers(path, saved, files)
     ranks = add_fsdp_ranks(path, saved, files)
     _add_objects(path, saved, files)
-    random = _add_random(path, saved, files)
     if ranks and saved.topology.world_size is None:
         saved.topology = Topology(world_size=ranks, inferred="from the number of rank files")
+    random = _add_random(path, saved, files)
     add_extra(path, saved, files)
     loaders = [name for name in saved.data if name.startswith("dl_state_dict")]
     if loaders and len(random) > 1:
@@ -164,15 +164,12 @@ def _add_random(path: Path, saved: SavedState, files: MappedFiles) -> dict[int, 
         saved.rng[file.stem] = _without_step(tree)
         if isinstance(tree, dict) and "step" in tree:
             saved.objects[f"accelerator.{file.stem}.passes"] = tree["step"]
-    saved.problems += check_ranks_of(found, "the generator state")
-    if found:
-        layout = saved.topology.layout
-        world = max(found) + 1
-        if saved.topology.world_size != world:
-            layout = None
-        saved.topology = Topology(
-            world_size=world, layout=layout, inferred="from the number of random_states files, one per process"
-        )
+    world = max(found, default=-1) + 1
+    known = saved.topology.world_size or 0
+    saved.problems += check_ranks_of(found, "the generator state", known)
+    if found and known < world:
+        told = "from the number of random_states files, one per process; the last one's loss would not show"
+        saved.topology = Topology(world_size=world, inferred=told)
     return found
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from samerun.core.dtype import DTYPES, DType
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role, TensorEntry, normalize_fqn
-from samerun.errors import Problem, Severity
+from samerun.errors import PlanError, Problem, Severity
 from samerun.formats.base import Array, WriteSource
 from samerun.formats.statedict.carry import writable_settings
 from samerun.formats.torchfile.emit import Tensor, known
@@ -93,7 +93,8 @@ def plan_training(source: WriteSource, layout: Layout | None, target: str) -> Tr
     """Sorts a state for DeepSpeed. Reads counters, no other tensor. `target` is the format's name, for messages."""
     state = source.state
     training = Training()
-    training.problems += check_parallel(state, layout, target)
+    if problems := check_parallel(state, layout, target):
+        raise PlanError(problems)
     owners = {alias: entry.key.fqn for entry in state.tensors.values() for alias in entry.aliases}
     trained = _groups(source, training, owners, target)
     names = {entry.key.fqn: name_of(state, entry) for entry in state.tensors.values()}
@@ -116,16 +117,21 @@ def name_of(state: LogicalState, entry: TensorEntry) -> str:
 
 
 def check_parallel(state: LogicalState, layout: Layout | None, target: str) -> list[Problem]:
-    """Refuses what is not laid out: DeepSpeed's pipelines and experts, destinations cut by more than data."""
+    """Returns what is not laid out: DeepSpeed's pipelines and experts, destinations cut by more than data.
+
+    No decision of the user changes that: what would be written, no engine loads.
+    """
     problems: list[Problem] = []
     fqns = [entry.key.fqn for entry in state.tensors.values() if entry.key.role is Role.PARAM]
     own = state.format in OWN_FORMATS
     held = state.topology.layout
-    if own and held is not None and held.pp > 1 and any(_LAYER.match(fqn) for fqn in fqns):
+    pipeline = own and any(_LAYER.match(fqn) for fqn in fqns)
+    staged = pipeline and target == "universal"  # its folders have the pipeline's names, at any number of stages
+    if pipeline and held is not None and held.pp > 1 and not staged:
         problems.append(_parallel("the source is a DeepSpeed pipeline, whose layers lie in files of their own", target))
     if any(_EXPERT.search(fqn) for fqn in fqns) or (own and held is not None and held.ep > 1):
         problems.append(_parallel("the source has DeepSpeed's experts, which lie in files of their own", target))
-    if layout is not None and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
+    if layout is not None and (layout.tp, 1 if staged else layout.pp, layout.ep) != (1, 1, 1):
         problems.append(_parallel(f"the destination {layout} is cut by tensor, pipeline or expert parallelism", target))
     return problems
 
@@ -133,8 +139,9 @@ def check_parallel(state: LogicalState, layout: Layout | None, target: str) -> l
 def _parallel(what: str, target: str) -> Problem:
     return Problem(
         "SR-DSW-PARALLEL",
-        f"{what}; `{target}` is written for data parallelism only",
-        hint="convert to dcp or safetensors, which hold every tensor whole under its name, and load from there",
+        f"{what}; `{target}` is not written for that",
+        hint="no engine would load it, so --allow does not help. Convert to dcp or safetensors, which hold every "
+        "tensor whole under its name, and load from there",
     )
 
 
@@ -144,6 +151,9 @@ def _groups(source: WriteSource, training: Training, owners: Mapping[str, str], 
     unknown: list[str] = []
     stateless: list[str] = []
     for number, group in enumerate(state.groups):
+        if not group.params:  # FSDP1's ranks have such; DeepSpeed takes them out of an optimizer when it starts
+            training.dropped[f"group {number}"] = "it has no parameters"
+            continue
         members: list[Trained] = []
         for fqn in dict.fromkeys(owners.get(name, name) for name in group.params):
             weights = state.tensors.get(f"param:{fqn}")
@@ -160,6 +170,7 @@ def _groups(source: WriteSource, training: Training, owners: Mapping[str, str], 
         training.problems.append(_groupless(unknown, target))
     if stateless:
         training.problems.append(_stateless(stateless))
+        training.dropped |= dict.fromkeys((f"param:{fqn} in a group" for fqn in stateless), "it is taken as frozen")
     kinds = {member.weights.dtype.name for group in training.groups for member in group.members}
     sixteen = sorted(kinds & set(_SIXTEEN))
     if sixteen:

@@ -195,10 +195,11 @@ def add_slot(
 ) -> None:
     """Files the values of one parameter in one buffer under the tensors that they are part of."""
     strides = row_major_strides(slot.local.shape)
+    keys = [key_of(target.fqn) for target in slot.local.targets]
     for segment, low, high in buffer.runs(slot.start, slot.stop):
         for number, target in enumerate(slot.local.targets):
             collector.add_parts(
-                key_of(target.fqn),
+                keys[number],
                 original,
                 target.shape,
                 segment.source.dtype,

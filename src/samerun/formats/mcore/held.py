@@ -7,7 +7,7 @@ tensor-parallel rank keeps in its own flat buffer) become one tensor and replica
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -137,18 +137,32 @@ class Collector:
             mine.sources.append((number, chunk, start + part.start))
             mine.strides.append(strides)
 
-    def finish(self) -> tuple[dict[str, TensorEntry], dict[str, Held], list[Replica]]:
-        """Returns the tensors, where they lie, and their other copies."""
+    def finish(
+        self, alike: Callable[[TensorKey], Iterable[tuple[TensorKey, Mapping[int, StoredTensor]]]] = lambda key: ()
+    ) -> tuple[dict[str, TensorEntry], dict[str, Held], list[Replica]]:
+        """Returns the tensors, where they lie, and their other copies.
+
+        `alike` gives, for a key, the keys of further tensors that lie in the same way in other sources, by the number
+        (`id`) of the source that they replace: slots of one buffer are cut alike, and share the columns.
+        """
         tensors = {key: entry for key, (entry, _) in self._whole.items()}
         placed = {key: held for key, (_, held) in self._whole.items()}
         replicas: list[Replica] = []
-        for text, found in self._found.items():
+        for found in self._found.values():
             copies = {copy: _columns(found, mine) for copy, mine in found.copies.items()}
             chosen = max(copies, key=lambda copy: (_num_elements(copies[copy]), [-part for part in copy]))
-            if text not in tensors:
-                placed[text] = copies.pop(chosen)
-                tensors[text] = TensorEntry(found.key, found.shape, found.dtype, placed[text].tiling, found.original)
-            replicas += [Replica(text, held) for held in copies.values()]
+            for key, others in [(found.key, None), *alike(found.key)]:
+                text, dtype, original = str(key), found.dtype, found.original
+                moved = copies
+                if others is not None:
+                    kept = tuple(others[id(source)] for source in found.kept)
+                    moved = {copy: replace(held, sources=kept) for copy, held in copies.items()}
+                    dtype, original = kept[0].dtype, kept[0].name
+                if text not in tensors:
+                    entry = TensorEntry(key, found.shape, dtype, moved[chosen].tiling, original)
+                    tensors[text], placed[text] = entry, moved[chosen]
+                    moved = {copy: held for copy, held in moved.items() if copy != chosen}
+                replicas += [Replica(text, held) for held in moved.values()]
         return tensors, placed, replicas
 
 

@@ -13,6 +13,7 @@ from samerun.formats.deepspeed.values import Odd
 from samerun.formats.mcore.held import HeldCheckpoint
 
 _FEWEST_ELEMENTS = 32
+_BLOCK_BYTES = 8 << 20
 
 
 def check_replicas(checkpoint: HeldCheckpoint) -> list[Problem]:
@@ -30,7 +31,7 @@ def check_replicas(checkpoint: HeldCheckpoint) -> list[Problem]:
                 mine = checkpoint.read(copy.key, tuple(offsets), tuple(sizes))
             except FormatError:
                 continue  # a gap or a broken file, reported as that
-            if not _same(mine, other):
+            if not all(_same(*block) for block in _blocks(mine, other)):
                 odd.tensors.setdefault(copy.key)
                 odd.files[str(checkpoint.storage.extent(copy.held, piece).file)] += 1
     return [_replicas(odd)] if odd.tensors else []
@@ -52,12 +53,15 @@ def check_masters(checkpoint: HeldCheckpoint) -> list[Problem]:
                 coarse = False
                 continue
             differ.compared += 1
-            with np.errstate(all="ignore"):
-                cast = masters.astype(numpy_dtype(param.dtype))
-            if not _same(cast, weights):
+            equal = True
+            for values, others in _blocks(masters, weights):
+                with np.errstate(all="ignore"):
+                    cast = values.astype(numpy_dtype(param.dtype))
+                equal = equal and _same(cast, others)
+                coarse = coarse and _same(cast.astype(masters.dtype), values)
+            if not equal:
                 differ.tensors.setdefault(str(param.key))
                 differ.files[file] += 1
-            coarse = coarse and _same(cast.astype(masters.dtype), masters)
         if coarse:
             rounded.tensors.setdefault(key)
     return ([_masters(differ)] if differ.tensors else []) + ([_rounded(rounded)] if rounded.tensors else [])
@@ -82,6 +86,18 @@ def _moved(checkpoint: HeldCheckpoint, fqn: str) -> bool:
         except FormatError:
             return False
     return False
+
+
+def _blocks(first: Array, second: Array) -> Iterator[tuple[Array, Array]]:
+    """Yields equal parts of two arrays of one shape, some megabytes each: what is cast is never a whole tensor."""
+    axis = next((axis for axis, size in enumerate(first.shape) if size > 1), None)
+    if axis is None or first.nbytes <= _BLOCK_BYTES:
+        yield first, second
+        return
+    rows = max(1, _BLOCK_BYTES * first.shape[axis] // first.nbytes)
+    for start in range(0, first.shape[axis], rows):
+        part = (*(slice(None),) * axis, slice(start, start + rows))
+        yield first[part], second[part]
 
 
 def _same(first: Array, second: Array) -> bool:

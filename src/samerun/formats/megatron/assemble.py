@@ -46,7 +46,7 @@ def assemble(source: Source) -> Assembled:
     else:
         optimizer, named = read_optimizer(source, Planner(source, models, stages), collector), ()
     trained = _add_models(models, collector)
-    tensors, placed, replicas = collector.finish()
+    tensors, placed, replicas = collector.finish(optimizer.slots_alike)
     vocabulary = crop_vocabulary(run, tensors, placed, replicas, Storage(source.files, source.items))
     saved, agree = merge_groups(optimizer.groups)
     members = [Member(m.name, m.ndim, m.is_expert and run.ep > 1) for m in models if m.name in trained]

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from samerun.core.flat import Block, row_major_strides, run_parts
 from samerun.core.state import Role, TensorKey
 from samerun.errors import FormatError, Problem
@@ -48,12 +50,23 @@ class RankState:
 
 @dataclass(slots=True)
 class OptimizerState:
-    """What was found besides tensors: encodings, groups as every rank saved them, plans that were made, findings."""
+    """What was found besides tensors: encodings, groups as every rank saved them, plans that were made, findings.
+
+    `alike` are the slots whose flat buffers are all cut as the masters' are: by the number (`id`) of the masters'
+    stored tensor the slot's.
+    """
 
     encodings: set[str] = field(default_factory=set[str])
     groups: list[list[dict[str, Any]]] = field(default_factory=list[list[dict[str, Any]]])
     step: int | float | None = None
     problems: list[Problem] = field(default_factory=list[Problem])
+    alike: dict[str, dict[int, StoredTensor]] = field(default_factory=dict[str, dict[int, StoredTensor]])
+
+    def slots_alike(self, key: TensorKey) -> list[tuple[TensorKey, Mapping[int, StoredTensor]]]:
+        """Returns the slots that lie as a master does, which alone was filed. See `Collector.finish`."""
+        if key.role is not Role.MASTER:
+            return []
+        return [(slot_key(slot, key.fqn), others) for slot, others in self.alike.items()]
 
 
 def slot_key(slot: str, fqn: str) -> TensorKey:
@@ -76,12 +89,36 @@ def read_optimizer(source: Source, planner: Planner, collector: Collector) -> Op
         elif named := _STATE.fullmatch(tensor.name):
             _add_named(state, collector, tensor, named[1], named[2], shapes.get(named[2]))
     _collect_objects(source, ranks)
+    if not state.encodings and all(rank.joined is None for rank in ranks.values()):
+        state.alike = _slots_alike([slots for rank in ranks.values() for slots in rank.buckets.values()])
     for (_, group), rank in sorted(ranks.items()):
         _add_rank(source, planner, collector, state, group, rank)
     common = source.common.get("optimizer")
     state.groups.append(saved_groups(common))
     state.step = _common_step(common)
     return state
+
+
+def _slots_alike(buckets: Sequence[Mapping[str, StoredTensor]]) -> dict[str, dict[int, StoredTensor]]:
+    """Returns the slots that are cut as the masters are in every bucket, as Megatron writes them."""
+    if not all("param" in slots for slots in buckets):
+        return {}
+    names = {name for slots in buckets for name in slots} - {"param"}
+    return {
+        name: {id(slots["param"]): slots[name] for slots in buckets}
+        for name in sorted(names)
+        if len({slots[name].dtype for slots in buckets if name in slots}) == 1
+        and all(name in slots and _cut_alike(slots["param"], slots[name]) for slots in buckets)
+    }
+
+
+def _cut_alike(one: StoredTensor, other: StoredTensor) -> bool:
+    return (
+        one.shape == other.shape
+        and np.array_equal(one.tiling.offsets, other.tiling.offsets)
+        and np.array_equal(one.tiling.sizes, other.tiling.sizes)
+        and np.array_equal(one.rows == NOWHERE, other.rows == NOWHERE)
+    )
 
 
 def _collect_objects(source: Source, ranks: dict[tuple[int, int], RankState]) -> None:
@@ -166,7 +203,10 @@ def _add_buckets(
             return
         lengths[number].append(max(tensor.shape[0] if len(tensor.shape) == 1 else 0 for tensor in slots.values()))
     flat = {
-        (place, slot): Buffer(_segments(tensor)) for place, slots in buckets.items() for slot, tensor in slots.items()
+        (place, slot): Buffer(_segments(tensor))
+        for place, slots in buckets.items()
+        for slot, tensor in slots.items()
+        if slot not in state.alike
     }
     masters = {place: flat[place, "param"] for place in buckets if (place, "param") in flat}
     plan = planner.plan(owner, lengths, masters, _in_buckets, aligned=True) if owner else None
@@ -175,6 +215,8 @@ def _add_buckets(
     for slot, number in _each(plan):
         parts = PartsOf(slot.local)
         for name, tensor in buckets[number, slot.bucket].items():
+            if name in state.alike:
+                continue
             add_slot(collector, slot, flat[(number, slot.bucket), name], _key_of(name), tensor.name, parts)
 
 

@@ -17,6 +17,7 @@ from samerun.formats.mcore.flat import PartsOf, Slot, add_slot
 from samerun.formats.mcore.groups import Member, fits, saved_groups
 from samerun.formats.mcore.held import Collector
 from samerun.formats.mcore.joined import JoinedBuffer, buffers_of, plan_joined, read_joined, split_dtypes
+from samerun.formats.megatron_legacy.detect import OPTIMIZER_FILE
 from samerun.formats.megatron_legacy.model import HeldTensor, Models, add_tensor
 from samerun.formats.megatron_legacy.source import Place, RankFiles, Source
 from samerun.formats.torchfile import TensorRef
@@ -137,7 +138,8 @@ def _add_flat(
     source: Source, models: Models, place: Place, rank: RankFiles, collector: Collector, state: OptimizerState
 ) -> None:
     if rank.flat is None:
-        state.problems.append(_no_flat(rank))
+        if not (rank.folder / OPTIMIZER_FILE).exists():  # one that cannot be read is a finding already
+            state.problems.append(_no_flat(rank))
         return
     value = rank.flat.value
     chain: list[Any] = value if isinstance(value, list) else [value]
@@ -254,7 +256,7 @@ def _no_flat(rank: RankFiles) -> Problem:
     return Problem(
         "SR-FILE-MISSING",
         "the distributed optimizer's file of this rank is not here",
-        where={"file": str(rank.folder / "distrib_optim.pt")},
+        where={"file": str(rank.folder / OPTIMIZER_FILE)},
         hint="restore it from the source; masters and moments are in nothing else",
     )
 
@@ -263,7 +265,7 @@ def _no_plan(rank: RankFiles) -> Problem:
     return Problem(
         "SR-MEG-LAYOUT",
         "the flat optimizer state of this rank does not fit the parameters that its model file holds",
-        where={"file": str(rank.folder / "distrib_optim.pt")},
+        where={"file": str(rank.folder / OPTIMIZER_FILE)},
         hint="model and optimizer files are of different models, or buffers were made by another rule; its values are "
         "not read",
     )
@@ -273,7 +275,7 @@ def _unconfirmed(rank: RankFiles, wrong: int, total: int) -> Problem:
     return Problem(
         "SR-MEG-ORDER",
         f"masters do not round to the weights at {wrong} of {total} sampled places",
-        where={"file": str(rank.folder / "distrib_optim.pt")},
+        where={"file": str(rank.folder / OPTIMIZER_FILE)},
         hint="the two files of this rank are of different saves, masters were replaced, or parameters lie in another "
         "order than is known; which of these cannot be told",
     )

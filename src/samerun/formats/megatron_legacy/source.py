@@ -75,14 +75,18 @@ def read_source(root: Path, files: MappedFiles) -> Source:
     """Opens every rank's files. What is missing, damaged or of another save is a finding, and the rest is read."""
     problems: list[Problem] = []
     opened: dict[tuple[int, ...], RankFiles] = {}
+    unreadable: list[tuple[int, ...]] = []
     for name, numbers in sorted(rank_folders(root).items(), key=lambda item: item[1]):
         found = _open_rank(root / name, files, problems)
         if found is not None:
             opened[numbers] = found
+        else:
+            unreadable.append(numbers)
     run = _run_of(opened, files)
     placed = {_place(numbers, run): rank for numbers, rank in opened.items()}
     expected = [Place(pp, tp, ep) for pp in range(run.pp) for tp in range(run.tp) for ep in range(run.ep)]
-    problems += [_missing(root, place, run, len(expected)) for place in expected if place not in placed]
+    there = placed.keys() | {_place(numbers, run) for numbers in unreadable}
+    problems += [_missing(root, place, run, len(expected)) for place in expected if place not in there]
     problems += [_stale(placed[place]) for place in sorted(set(placed) - set(expected))]
     ranks = {place: placed[place] for place in expected if place in placed}
     problems += _check_ranks(ranks, run, files)

@@ -75,15 +75,16 @@ def numbered(folder: Path, pattern: str) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def check_ranks_of(found: dict[int, Path], what: str) -> list[Problem]:
-    """Checks that files numbered by rank leave none out."""
-    missing = sorted(set(range(max(found, default=-1) + 1)) - found.keys())
+def check_ranks_of(found: dict[int, Path], what: str, world_size: int = 0) -> list[Problem]:
+    """Checks that files numbered by rank leave none out of as many ranks as there were at least (`world_size`)."""
+    missing = sorted(set(range(max(max(found, default=-1) + 1, world_size))) - found.keys()) if found else []
     if not missing:
         return []
+    why = "of higher ranks it is" if missing[0] < max(found) else f"other files are of {world_size} ranks"
     return [
         Problem(
             "SR-RNG-LOST",
-            f"{what} of rank {', '.join(map(str, missing))} is not here, of higher ranks it is",
+            f"{what} of rank {', '.join(map(str, missing))} is not here, {why}",
             severity=Severity.WARNING,
             where={"file": str(next(iter(found.values())).parent), "rank": missing[0]},
             hint="these ranks would draw other random numbers; gather every rank's file",

@@ -8,6 +8,7 @@ else keep the names that the source gave them; only the three names above are fi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from samerun.core.mesh import Layout
@@ -24,9 +25,14 @@ MODEL, OPTIMIZER, SCHEDULER, AVERAGE = "model", "optimizer", "lr_scheduler", "em
 FILE = "checkpoint.pt"
 
 
-def lay_out(source: WriteSource, layout: Layout | None = None) -> DestinationPlan:
-    """Plans the file. A layout changes nothing in it. Tied weights share one storage under all of their names."""
+def lay_out(source: WriteSource, layout: Layout | None = None, *, bare: bool = False) -> DestinationPlan:
+    """Plans the file. A layout changes nothing in it. Tied weights share one storage under all of their names.
+
+    With `bare`, for a state that is a model alone, the file is the model's state dict and not a mapping that holds it.
+    """
     state = source.state
+    if bare:
+        return _file(write_model(state, Role.PARAM, Role.BUFFER))
     optimizer = plan_optimizer(state)
     carried = carry_objects(state, numpy=False)
     sections = carried.sections
@@ -45,15 +51,18 @@ def lay_out(source: WriteSource, layout: Layout | None = None) -> DestinationPla
     sections = loose
     taken = [name for name in sections if name in tree]
     tree |= {f"{name}_objects" if name in taken else name: value for name, value in sections.items()}
+    return replace(
+        _file(tree),
+        dropped={**carried.dropped, **optimizer.dropped},
+        problems=(*carried.problems, *optimizer.problems, *misplaced, *check_positions(state)),
+    )
+
+
+def _file(tree: Mapping[str, Any]) -> DestinationPlan:
     pieces = Pieces()
     add_archive(pieces, tree, FILE.removesuffix(".pt"))
     return DestinationPlan(
-        format="torch",
-        files=(pieces.file(FILE),),
-        tensors=gather_slots([pieces.slots]),
-        single_file=True,
-        dropped={**carried.dropped, **optimizer.dropped},
-        problems=(*carried.problems, *optimizer.problems, *misplaced, *check_positions(state)),
+        format="torch", files=(pieces.file(FILE),), tensors=gather_slots([pieces.slots]), single_file=True
     )
 
 

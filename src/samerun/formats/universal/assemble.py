@@ -94,21 +94,21 @@ def _add_slots(source: Source, names: Names, gatherer: Gatherer) -> Slots:
     """Adds every slot of every trained parameter. Parameters are trained if a model file lists them as flattened."""
     trained = names.trained or set(source.slots)
     slots = Slots(flat=_flat_slots(source, trained))
-    usual = _usual_slots(source, trained)
+    kinds = _slot_sets(source, trained)
     for name in [*(name for name in names.order if name in trained), *sorted(trained - set(names.order))]:
         held = source.slots.get(name, {})
         for slot, file in held.items():
             _add_slot(source, names, gatherer, slots, name, slot, file)
-        absent = [slot for slot in usual if slot not in held]
+        absent = sorted(frozenset[str]().union(*(kind for kind in kinds if kind >= held.keys())) - held.keys())
         if absent:
             slots.lost[name] = absent
             _announce(names, gatherer, slots, name, [slot for slot in absent if slot != "step"])
     return slots
 
 
-def _usual_slots(source: Source, trained: set[str]) -> list[str]:
-    """Returns the slots that parameters have here: of every one that any has."""
-    return sorted({MASTERS, *(slot for name in trained for slot in source.slots.get(name, {}))})
+def _slot_sets(source: Source, trained: set[str]) -> set[frozenset[str]]:
+    """Returns the sets of slots that parameters have here: one optimizer may keep several kinds (Muon beside Adam)."""
+    return {frozenset({MASTERS, *source.slots.get(name, {})}) for name in trained}
 
 
 def _add_slot(

@@ -28,6 +28,7 @@ from samerun.formats.universal.source import COMMON, FOLDER, Source
 
 _SAMPLED_TENSORS = 256
 _SAMPLED_ELEMENTS = 256
+NO_MOMENTS = frozenset({"fp32", "step"})
 
 
 def check_assembled(checkpoint: Readable, assembled: Assembled) -> list[Problem]:
@@ -47,19 +48,30 @@ def check_assembled(checkpoint: Readable, assembled: Assembled) -> list[Problem]
 
 
 def check_lost(assembled: Assembled) -> list[Problem]:
-    """Finds parameters without folder, and those whose moments are gone while their neighbours have them."""
+    """Finds parameters without folder, those that the converter wrote without moments, and files that were removed."""
     source = assembled.source
     problems: list[Problem] = []
     gone = [name for name in assembled.slots.lost if name not in source.slots]
     if gone:
         path = source.root / FOLDER / gone[0] / "fp32.pt"
         problems.append(missing_file(path, f"{len(gone)} trained parameters have no folder: {_some(gone)}"))
-    lost = {name: slots for name, slots in assembled.slots.lost.items() if name in source.slots and slots != ["step"]}
     damaged = {name for name, _ in source.unreadable}
-    bare = [name for name in lost if name not in damaged]
+    lost = {name: slots for name, slots in assembled.slots.lost.items() if name in source.slots and name not in damaged}
+    bare = [name for name in lost if _has_no_moments(source, name)]
     if bare:
-        problems.append(_lost(source, bare, sorted({slot for name in bare for slot in lost[name]})))
+        moments = sorted({slot for name in bare for slot in lost[name] if slot not in NO_MOMENTS})
+        problems.append(_lost(source, bare, moments))
+    removed = [f"{name}/{slot}.pt" for name, slots in lost.items() for slot in slots if name not in bare]
+    if removed:
+        path = source.root / FOLDER / removed[0]
+        problems.append(missing_file(path, f"{len(removed)} files of trained parameters are gone: {_some(removed)}"))
     return problems
+
+
+def _has_no_moments(source: Source, name: str) -> bool:
+    """Whether the converter found nothing for a parameter: it then writes the master alone, otherwise every slot."""
+    held = source.slots[name]
+    return "fp32" in held and not held.keys() - NO_MOMENTS
 
 
 def _lost(source: Source, names: list[str], slots: list[str]) -> Problem:

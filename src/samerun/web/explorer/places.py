@@ -41,7 +41,7 @@ class Places:
             UsageError: SR-PATH-NONE if nothing lies at one of them.
         """
         self.named = [str(item) for item in named]
-        self._roots = [None if is_url(item) else _require(Path(item)) for item in self.named]
+        self._roots = [None if is_url(item) else _require(item) for item in self.named]
 
     def find(self) -> list[Place]:
         """Returns every checkpoint and run directory inside the named paths, in the order in which they were named."""
@@ -158,15 +158,15 @@ def _title(root: Path, path: Path) -> str:
     return path.name or str(path) if path == root else f"{root.name}/{path.relative_to(root).as_posix()}"
 
 
-def _require(path: Path) -> Path:
-    """Returns the path with links resolved; refuses what is not there as every verb does."""
-    if not os.path.lexists(path):
+def _require(named: str) -> Path:
+    """Returns the path with links resolved; refuses what is not there, and an empty name, as every verb does."""
+    if not named or not os.path.lexists(named):
         from samerun.formats.detect import open_checkpoint
 
-        open_checkpoint(path).close()
-    found = path.resolve()
+        open_checkpoint(named).close()
+    found = Path(named).resolve()
     if not found.exists():
-        raise FormatError(_nothing(str(path)))
+        raise FormatError(_nothing(named))
     return found
 
 

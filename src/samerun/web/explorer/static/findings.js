@@ -17,7 +17,7 @@ function instance(item, place) {
 function card(group, place, open) {
   const follow = Object.entries(group.consequences).map(([code, times]) => (times > 1 ? `${code} (${times})` : code));
   return make("article", { class: `finding ${group.severity} ${TONES[group.severity] ?? ""}` },
-    make("header", {}, make("h3", {}, group.title), make("span", { class: "small" }, make("code", {}, group.code), ` ${group.severity}`)),
+    make("header", {}, make("h3", {}, prose(group.title)), make("span", { class: "small" }, make("code", {}, group.code), ` ${group.severity}`)),
     make("ul", {}, group.instances.map((item) => instance(item, place))),
     group.more > 0 && make("p", { class: "small" }, `and ${count(group.more)} more of these`),
     group.hint && make("p", { class: "likely" }, group.hint),

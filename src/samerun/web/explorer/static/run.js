@@ -62,7 +62,7 @@ function headline(run, place) {
     make("dl", { class: "facts" },
       run.label && make("div", {}, make("dt", {}, "declared as"), make("dd", {}, run.label)),
       make("div", {}, make("dt", {}, "sealed"), make("dd", {}, run.sealed ? "✓ yes" : "nothing yet")),
-      make("div", {}, make("dt", {}, "samerun"), make("dd", {}, run.busy ? "works here now" : run.busy === false ? "does not work here now" : "unknown whether it works here")),
+      make("div", {}, make("dt", {}, "samerun"), make("dd", {}, run.busy ? "at work here now" : run.busy === false ? "not at work now" : "unknown whether it is at work")),
       run.report && make("div", {}, make("dt", {}, "pictures"), make("dd", {}, make("a", { href: recordOf(place, "report.html"), target: "_blank", rel: "noopener" }, "the report, as of now")))));
 }
 

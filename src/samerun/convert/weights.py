@@ -1,0 +1,71 @@
+"""The weights alone, where that is all that the user wants: what a model is evaluated or served with, and no run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from samerun.convert.view import StateView
+from samerun.core.state import LogicalState, RecordedProgress, Role
+from samerun.errors import Problem, Severity, UndecidedError, UsageError
+from samerun.formats.base import Checkpoint
+
+WITH_WEIGHTS = ("dcp", "torch", "safetensors", "huggingface")  # formats that a model is loaded from without a run
+WHY = "only the weights were asked for"
+_WEIGHTS = (Role.PARAM, Role.BUFFER)
+_SECTIONS = ("groups", "scheduler", "rng", "data", "objects")
+
+
+def keep_weights(source: Checkpoint, to: str) -> tuple[Checkpoint, dict[str, str], Problem]:
+    """Returns the checkpoint without anything but parameters and buffers, what was left out, and what to say of it.
+
+    What was left out is named by key, or by section of the state.
+
+    Raises:
+        UsageError: if the destination is a run's and nothing else, or the source has no weights.
+        UndecidedError: if there are fp32 masters: they or the rounded weights may be what is wanted.
+    """
+    if to not in WITH_WEIGHTS:
+        raise UsageError(_refused(f"`{to}` holds a run, not weights alone", f"formats: {', '.join(WITH_WEIGHTS)}"))
+    state = source.state
+    kept = {key: entry for key, entry in state.tensors.items() if entry.key.role in _WEIGHTS}
+    if not kept:
+        raise UsageError(_refused("the source has no weights", "`samerun inspect` shows what it has"))
+    if masters := [key for key, entry in state.tensors.items() if entry.key.role is Role.MASTER]:
+        raise UndecidedError(_which(masters, state))
+    dropped = dict.fromkeys((key for key in state.tensors if key not in kept), WHY)
+    dropped |= dict.fromkeys((name for name in _SECTIONS if getattr(state, name)), WHY)
+    if state.progress != RecordedProgress():
+        dropped["progress"] = WHY
+    bare = LogicalState(
+        format=state.format,
+        tensors=kept,
+        topology=state.topology,
+        written_by=state.written_by,
+        problems=state.problems,
+    )
+    return StateView(source, bare), dropped, _left_out(state, len(kept), dropped)
+
+
+def _left_out(state: LogicalState, kept: int, dropped: Mapping[str, str]) -> Problem:
+    tensors = sum(key in state.tensors for key in dropped)
+    rest = "".join(f", {key}" for key in dropped if key not in state.tensors)
+    return Problem(
+        "SR-CONVERT-WEIGHTS",
+        f"{kept} parameters and buffers are written; left out are {tensors} other tensors{rest}",
+        severity=Severity.WARNING,
+        hint="this is what --weights-only asked for. No run resumes from it; the proof names all that is left out",
+    )
+
+
+def _refused(message: str, hint: str) -> Problem:
+    return Problem("SR-USAGE-OPTION", f"--weights-only: {message}", hint=hint)
+
+
+def _which(masters: list[str], state: LogicalState) -> Problem:
+    return Problem(
+        "SR-WRITE-MASTERS",
+        f"there are {len(masters)} {state.tensors[masters[0]].dtype.name} masters, and the weights rounded from them",
+        where={"tensor": masters[0]},
+        hint="--masters params writes the masters as the weights, --masters drop the rounded weights; `slots` is for "
+        "an optimizer",
+    )
