@@ -157,7 +157,7 @@ class _Clipping:
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        from accelerate import Accelerator
+        from accelerate.accelerator import Accelerator
 
         self._clip = clip = Accelerator.clip_grad_norm_
 
@@ -170,7 +170,7 @@ class _Clipping:
         Accelerator.clip_grad_norm_ = clip_and_tell
 
     def remove(self) -> None:
-        from accelerate import Accelerator
+        from accelerate.accelerator import Accelerator
 
         Accelerator.clip_grad_norm_ = self._clip
 
