@@ -146,7 +146,7 @@ FAILURES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ("EMA absent although the run had one", "EMA-MISSING"),
         ("EMA of another shape or other names", "EMA-SHAPE EMA-NAMES"),
         ("EMA saved as a list, which may not fit", "EMA-UNMATCHED EMA-ORDER"),
-        ("state_dict is the average", "PL-AVERAGE"),
+        ("state_dict is the average", "PL-AVERAGE EMA-SWAPPED"),
     )),
     ("Scaler and EMA", "D", (("EMA saved as the model, or the model as the EMA", "EMA-SAME"),)),
 )  # fmt: skip

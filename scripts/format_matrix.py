@@ -42,7 +42,7 @@ UNVERIFIED = (
     ("zero", "DeepSpeed releases before 0.19", ""),
     ("universal", "fp16 sources", "SR-ZERO-UNVERIFIED"),
     ("dcp", "releases of torch before 2.13", ""),
-    ("megatron", "`fsdp_dtensor`, Transformer Engine's names, mcore that needs Python 3.12", ""),
+    ("megatron", "`fsdp_dtensor`, Transformer Engine's names, mcore that needs Python 3.12", "SR-MEG-UNVERIFIED"),
     ("torch", "tensors of subclasses other than DTensor and ShardedTensor", "SR-PKL-UNKNOWN"),
     ("lightning", "FSDP and DeepSpeed strategies (they refuse a CPU)", ""),
 )

@@ -3,10 +3,12 @@
     SAMERUN_CORPUS=... python scripts/proof_matrix.py dcp torch safetensors         # where torch is
     SAMERUN_CORPUS=... python scripts/proof_matrix.py deepspeed into-deepspeed      # where DeepSpeed is
     SAMERUN_CORPUS=... python scripts/proof_matrix.py megatron mapped-megatron      # where megatron-core is
+    SAMERUN_CORPUS=... python scripts/proof_matrix.py torchtitan                    # where torchtitan is
     python scripts/proof_matrix.py huggingface more-huggingface                     # where transformers is
     python scripts/proof_matrix.py page
 
-`--missing` leaves out sources of which something is known already.
+`--missing` leaves out sources of which something is known already; `--only=TEXT` takes, of `into-deepspeed`, what has
+TEXT in "source destination stage".
 
 Each part converts checkpoints of the collection, has the framework load them at other degrees, and writes what it
 found into docs/proofs.json; rows of other parts stay. The page is made from that file alone: nothing is filled in by
@@ -30,6 +32,7 @@ TOP = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TOP / "src"), str(TOP / "tests"), str(TOP / "scripts")]
 
 import proof_more  # noqa: E402
+import proof_titan  # noqa: E402
 
 from samerun.errors import SamerunError, UndecidedError  # noqa: E402
 from samerun.formats.detect import FORMATS, open_checkpoint  # noqa: E402
@@ -140,6 +143,8 @@ def prove_with_torch(to: str) -> Iterator[dict[str, Any]]:
     from support.gloo import run_ranks
 
     for name, path in find_sources():
+        if name == proof_titan.SOURCE:  # its optimizer has other names than its model: only torchtitan loads that
+            continue
         with tempfile.TemporaryDirectory() as scratch:
             dest = Path(scratch) / "moved"
             known = {row.get("layout") for row in read_rows() if (row["to"], row["source"]) == (to, name)}
@@ -377,6 +382,7 @@ PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "safetensors": lambda: proof_more.prove_exports(find_sources(), convert_all_allowed),
     "into-deepspeed": lambda: proof_more.prove_into_deepspeed(find_sources(), convert_all_allowed),
     "mapped-megatron": lambda: proof_more.prove_mapped_megatron(convert_all_allowed),
+    "torchtitan": lambda: proof_titan.prove_with_torchtitan(find_sources(), convert_all_allowed),
     "more-huggingface": lambda: proof_more.prove_more_huggingface(convert_all_allowed),
     "dcp": lambda: prove_with_torch("dcp"),
     "torch": lambda: prove_with_torch("torch"),

@@ -31,8 +31,15 @@ MOST_SKIPPED = 15
 
 def of_kind(kind: str) -> list[Any]:
     return [
-        pytest.param(block, id=str(block)) for block in BLOCKS if block.kind == kind and "skip" not in block.directive
+        pytest.param(block, id=str(block), marks=[pytest.mark.framework] if needs_framework(block) else [])
+        for block in BLOCKS
+        if block.kind == kind and "skip" not in block.directive
     ]
+
+
+def needs_framework(block: Block) -> bool:
+    """Says whether a block needs a package that the development environment has not."""
+    return "needs" in block.directive or block.directive.get("setup", "trainer") != "trainer"
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from samerun.core.state import Role
 from samerun.formats.detect import open_checkpoint
 from samerun.verify.structure import InspectReport, inspect_checkpoint
+from support.dcp import save
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "averages"
 FILES = ("diffusers.pt", "timm.pt", "averaged.pt", "registered", "hooked")
@@ -51,6 +53,28 @@ def test_averages_are_those_of_the_live_object_and_nothing_is_said(name: str):
     assert codes(report) == []
     assert report.complete
     assert "ema" in report.resumable.have
+
+
+def test_mmengine_saves_the_average_in_the_models_place(tmp_path: Path):
+    """Read the wrong way round, the run would go on from the average with the trained weights' moments."""
+    checkpoint = open_checkpoint(GOLDEN / "mmengine.pth")
+    truth = truth_of("mmengine.pth")
+    moved = [key for key in truth if key.startswith("param:")]
+    assert moved
+    assert any(not np.array_equal(truth[key], truth[key.replace("param:", "ema:")]) for key in moved)
+    for key, value in truth.items():
+        assert np.array_equal(checkpoint.read(key), value), key
+    assert codes(inspect(GOLDEN / "mmengine.pth", deep=True)) == ["SR-EMA-SWAPPED"]
+
+    def again(**meta: str) -> list[str]:
+        names = [key.removeprefix("param:") for key in moved]
+        state = {"meta": {"iter": 3, **meta}, "state_dict": {n: torch.from_numpy(truth[f"ema:{n}"]) for n in names}}
+        state["ema_state_dict"] = {f"module.{n}": torch.from_numpy(truth[f"param:{n}"]) for n in names}
+        torch.save(state, tmp_path / "a.pth")
+        return codes(inspect(tmp_path / "a.pth"))
+
+    assert again(mmengine_version="0.10.7") == ["SR-EMA-SWAPPED"]
+    assert again(version="1") == []  # by any other program names mean what they say
 
 
 def test_what_an_average_counts_is_kept():
@@ -142,6 +166,32 @@ def test_several_averages_are_kept_apart(tmp_path: Path):
     assert np.array_equal(checkpoint.read("ema:ema_slow.0.bias"), checkpoint.read("ema:0.bias") + 1)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_list_in_a_dcp_directory(groups: int, tmp_path: Path):
+    """An optimizer of one group lists the names in the order of the list; of two groups it does not."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 3))
+    every = list(model.parameters())
+    split = [{"params": every}] if groups == 1 else [{"params": every[::2]}, {"params": every[1::2], "lr": 1e-3}]
+    optimizer = torch.optim.AdamW(split, lr=1e-2)
+    model(torch.randn(2, 6)).square().sum().backward()
+    optimizer.step()
+    truth = {name: param.detach() + 1 for name, param in model.named_parameters()}
+    names, settings = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": names, "optim": settings}
+    state["ema"] = {"decay": 0.9, "optimization_step": 3, "shadow_params": list(truth.values())}
+    report = inspect(save(state, tmp_path / "whole"), deep=True)
+    assert codes(report) == ([] if groups == 1 else ["SR-EMA-ORDER"])
+    checkpoint = open_checkpoint(tmp_path / "whole")
+    assert report.state.objects["ema.optimization_step"] == 3
+    for name, value in truth.items():
+        assert np.array_equal(checkpoint.read(f"ema:{name}"), value.numpy()), name
+    del state["ema"]["shadow_params"][0]
+    assert {"SR-EMA-UNMATCHED", "SR-EMA-NAMES"} & set(codes(inspect(save(state, tmp_path / "short"))))
+    del state["ema"]["shadow_params"]
+    assert codes(inspect(save(state, tmp_path / "gone"))) == ["SR-EMA-MISSING"]
+
+
 def test_an_average_beside_its_settings_in_one_mapping(tmp_path: Path):
     def nest(state: dict[str, Any]) -> None:
         state["ema"] = {"decay": 0.9, "shadow": state.pop("state_dict_ema")}
@@ -151,6 +201,7 @@ def test_an_average_beside_its_settings_in_one_mapping(tmp_path: Path):
     assert {key for key in report.state.tensors if key.startswith("ema:")} == truth_of("timm.pt").keys()
 
 
+@pytest.mark.framework
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging"])
 def test_what_the_callbacks_of_lightning_save(name: str, tmp_path: Path):

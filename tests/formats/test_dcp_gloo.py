@@ -28,6 +28,7 @@ LAYOUTS = {
     "fsdp 4": Layout(dp_shard=4),
     "hsdp 2x2": Layout(dp_replicate=2, dp_shard=2),
     "tp 2 x fsdp 2": Layout(dp_shard=2, tp=2),
+    "tp 2": Layout(tp=2),
     "ddp 2": Layout(dp_replicate=2),
 }
 

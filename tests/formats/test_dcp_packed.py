@@ -31,6 +31,7 @@ def test_without_a_module_the_finding_says_what_to_install(monkeypatch: pytest.M
     assert not report.complete
 
 
+@pytest.mark.framework
 @pytest.mark.skipif(find_zstd() is None, reason="no module for zstd is installed")
 def test_values_are_those_of_the_live_run():
     checkpoint = open_checkpoint(ZSTD)
@@ -42,6 +43,7 @@ def test_values_are_those_of_the_live_run():
     assert (report.complete, report.intact) == (True, True)
 
 
+@pytest.mark.framework
 @pytest.mark.skipif(find_zstd() is None, reason="no module for zstd is installed")
 def test_a_flipped_bit_is_a_finding(tmp_path: Path):
     folder = tmp_path / "zstd"
@@ -55,6 +57,7 @@ def test_a_flipped_bit_is_a_finding(tmp_path: Path):
     assert not (report.complete and report.intact is not False)
 
 
+@pytest.mark.framework
 @pytest.mark.skipif(find_zstd() is None, reason="no module for zstd is installed")
 def test_a_bomb_is_not_unpacked():
     module = find_zstd()

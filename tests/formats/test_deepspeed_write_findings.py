@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from samerun.catalog import load_catalog
+from samerun.convert.convert import carry_out
 from samerun.convert.prepare import prepare
 from samerun.core.dtype import parse_dtype
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, ParamGroup, Role, TensorEntry, TensorKey, Tiling, Topology
 from samerun.core.written import DestinationPlan
-from samerun.errors import PlanError
+from samerun.errors import PlanError, UndecidedError
 from samerun.formats.base import WriteSource
 from samerun.formats.detect import open_checkpoint
 from samerun.formats.universal.write import lay_out as lay_out_universal
@@ -77,20 +78,27 @@ def test_destinations_that_cut_by_more_than_data_are_refused(lay_out: Any, layou
 
 
 @pytest.mark.parametrize("lay_out", WRITERS)
-def test_experts_and_pipelines_of_deepspeed_are_refused(lay_out: Any) -> None:
+def test_experts_of_deepspeed_are_refused(lay_out: Any) -> None:
     experts = tensors_of(**{"param:moe.deepspeed_experts.0.w": ((2,), "float32")})
     with pytest.raises(PlanError, match="SR-DSW-PARALLEL"):
         plan_of(lay_out, state_of(experts))
+
+
+def test_a_pipeline_of_deepspeed_becomes_universal_only() -> None:
     layers = tensors_of(**{"param:0.weight": ((2,), "float32")})
     staged = state_of(layers, format="zero", topology=Topology(world_size=2, layout=Layout(pp=2)))
     with pytest.raises(PlanError, match="SR-DSW-PARALLEL"):
-        plan_of(lay_out, staged, Layout(dp_shard=2))
+        plan_of(lay_out_zero, staged, Layout(dp_shard=2))
+    for layout in (Layout(dp_shard=2), Layout(pp=2, dp_shard=3)):
+        assert "SR-DSW-PARALLEL" not in codes(plan_of(lay_out_universal, staged, layout).problems)
+    with pytest.raises(PlanError, match="SR-DSW-PARALLEL"):
+        plan_of(lay_out_universal, staged, Layout(pp=2, tp=2))
 
 
 @needs_corpus
-@pytest.mark.parametrize("to", ["zero", "universal"])
-def test_no_decision_makes_an_engine_load_a_pipeline_s_layers(to: str, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(corpus("deepspeed-special/pp2_ws2"))
+@pytest.mark.parametrize(("source", "to"), [("pp2_ws2", "zero"), ("moe2_ws2", "zero"), ("moe2_ws2", "universal")])
+def test_no_decision_makes_an_engine_load_them(source: str, to: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(corpus(f"deepspeed-special/{source}"))
     with pytest.raises(PlanError, match="SR-DSW-PARALLEL"):
         prepare(checkpoint, tmp_path / "dest", to=to, layout=Layout(dp_shard=2), allow=load_catalog())
     checkpoint.close()
@@ -111,6 +119,15 @@ def test_members_without_any_state_are_taken_as_frozen(lay_out: Any) -> None:
     assert [problem.severity for problem in found] == ["error"]
     assert "b.weight" in found[0].message
     assert "param:b.weight" in {slots.key for slots in plan.tensors}
+    assert "param:b.weight in a group" in plan.dropped  # what is read back has it in none
+
+
+@pytest.mark.parametrize("lay_out", WRITERS)
+def test_a_group_without_parameters_is_left_out_as_deepspeed_does(lay_out: Any) -> None:
+    state = state_of(tensors_of())
+    plan = plan_of(lay_out, replace(state, groups=(ParamGroup((), {"lr": 0.3}), *state.groups)), Layout(dp_shard=2))
+    assert plan.dropped["group 0"] == "it has no parameters"
+    assert plan.num_bytes == plan_of(lay_out, state, Layout(dp_shard=2)).num_bytes
 
 
 def test_a_run_without_any_optimizer_state_keeps_its_groups() -> None:
@@ -254,3 +271,30 @@ def test_roles_are_written_under_the_names_the_job_knows() -> None:
     held = b"".join(literal.content for file in plan.files for literal in file.literals)
     assert b"_orig_mod.a.weight" in held
     assert state.tensors["param:a.weight"].key.role is Role.PARAM
+
+
+@pytest.mark.parametrize("to", ["zero", "universal"])
+def test_a_frozen_member_of_a_group_is_proved_when_it_is_allowed(to: str, tmp_path: Path) -> None:
+    from support.exports import write_export
+
+    settings = {"lr": 0.001, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    groups = (ParamGroup((), settings), ParamGroup(("layers.0.w", "layers.1.w", "head.w"), settings))
+    export = write_export(tmp_path / "source", groups=groups)
+    _freeze(export / "state.safetensors", "layers.1.w")
+    checkpoint = open_checkpoint(export)
+    with pytest.raises(UndecidedError, match="SR-DSW-STATELESS"):
+        prepare(checkpoint, tmp_path / "dest", to=to, layout=Layout(dp_shard=2))
+    allow = {"SR-DSW-STATELESS"}
+    carry_out(prepare(checkpoint, tmp_path / "dest", to=to, layout=Layout(dp_shard=2), allow=allow))
+    found = open_checkpoint(tmp_path / "dest")
+    assert found.read("param:layers.1.w").tobytes() == checkpoint.read("param:layers.1.w").tobytes()
+    assert [group.params for group in found.state.groups] == [("layers.0.w", "head.w")]
+    for opened in (checkpoint, found):
+        opened.close()
+
+
+def _freeze(file: Path, name: str) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(file)
+    save_file({key: value for key, value in tensors.items() if not (key.startswith("optim") and name in key)}, file)

@@ -20,6 +20,7 @@ from samerun.formats.mcore.destination import check_distributed, check_encoding
 from samerun.formats.mcore.flat import Local, Target, plan_buckets, plan_slots
 from samerun.formats.mcore.held import HeldCheckpoint
 from samerun.formats.mcore.run import Run
+from samerun.formats.mcore.values import _blocks
 from samerun.verify.structure import inspect_checkpoint
 from support.megatron import codes, copy_golden, edit_saved, overwrite
 
@@ -229,6 +230,16 @@ def test_fsdp_dtensor_is_read_and_said_to_be_unverified(tmp_path: Path) -> None:
     assert np.array_equal(checkpoint.read("param:a.weight"), np.arange(6.0).reshape(2, 3))
     assert np.array_equal(checkpoint.read("optim.exp_avg:a.weight"), np.ones((2, 3)))
     assert checkpoint.state.groups[0].params == ("a.weight",)
+
+
+def test_values_are_compared_in_blocks() -> None:
+    """A stack of layers is one piece: cast as a whole it would take several times its size."""
+    first = np.arange(3 * 5 * 700_001, dtype=np.float32).reshape(1, 3, 5, 700_001)
+    parts = list(_blocks(first, first * 2))
+    assert max(part.nbytes for part, _ in parts) < first.nbytes / 2
+    assert np.array_equal(np.concatenate([part for part, _ in parts], axis=1), first)
+    assert all(np.array_equal(part * 2, other) for part, other in parts)
+    assert len(list(_blocks(first[:, :, :, 0], first[:, :, :, 0]))) == 1
 
 
 @pytest.mark.parametrize("file", ["model_optim_rng.pt", "distrib_optim.pt"])

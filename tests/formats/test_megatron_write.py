@@ -253,6 +253,7 @@ def test_blocking_findings_are_refused_until_allowed(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.framework
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_the_real_megatron_loads_it_at_other_layouts(tmp_path: Path) -> None:
     convert(open_checkpoint(GOLDEN / "lg_dist_tied_pp2_dp2"), tmp_path / "out", to="megatron")

@@ -11,6 +11,7 @@ import pytest
 
 from samerun.formats.base import Checkpoint
 from samerun.formats.detect import open_checkpoint
+from samerun.verify.structure import inspect_checkpoint
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "statedict"
 
@@ -23,6 +24,7 @@ CASES = {
     "HuggingFaceStorageWriter on 3 ranks": ("shards", "", "safetensors", 3, None),
     "HuggingFaceStorageWriter with an object": ("shards-object", "", "safetensors", 3, None),
     "Trainer on 3 processes": ("trainer", "checkpoint-4", "huggingface", 3, 4),
+    "Trainer with adapters on 2 processes": ("adapters", "checkpoint-4", "huggingface", 2, 4),
     "Accelerate on 3 processes": ("accelerate", "", "accelerate", 3, 2),
     "Accelerate, FSDP1 local on 3 ranks": ("accelerate-local", "", "accelerate", 3, 2),
     "Lightning": ("lightning", "step3.ckpt", "lightning", None, 3),
@@ -75,6 +77,17 @@ def test_what_a_trainer_run_needs_is_read():
     assert list(state.rng) == [f"rng_state_{rank}" for rank in range(3)]
     assert [len(group.params) for group in state.groups] == [15, 5]
     assert state.tensors["param:model.embed_tokens.weight"].aliases == ("lm_head.weight",)
+
+
+def test_adapters_are_what_is_trained():
+    checkpoint, truth = opened("Trainer with adapters on 2 processes")
+    report = inspect_checkpoint(checkpoint)
+    trained = {key.removeprefix("param:") for key in truth if key.startswith("param:")}
+    assert set(checkpoint.state.groups[0].params) == trained
+    said = {problem.code: problem.severity for problem in report.problems}
+    assert said["SR-HF-ADAPTER"] == "note"
+    assert said["SR-GROUP-EMPTY"] == "note"  # Trainer's group without weight decay: adapters have no vectors
+    assert report.resumable.verdict == "yes"
 
 
 def test_every_byte_of_a_torch_file_is_checked_against_its_checksum():

@@ -18,10 +18,18 @@ from samerun.errors import Problem
 from samerun.formats.detect import open_checkpoint
 from samerun.verify.structure import inspect_checkpoint
 from support import hfjob
-from support.gloo import run_ranks
+from support.gloo import import_frameworks, run_ranks
+from support.warm_ranks import HUGGING_FACE
 
 pytest.importorskip("accelerate")
-pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """What every rank would import."""
+    import_frameworks(*HUGGING_FACE)
+
 
 Truth = dict[str, np.ndarray]
 CASES: dict[str, tuple[int, dict[str, Any]]] = {

@@ -18,9 +18,22 @@ from samerun.core.batch import Dealing, deal
 from samerun.errors import UsageError
 from samerun.train.contribution import ContributionMean, accumulate
 from support.contribution import count, loss_sum, make_data, make_model
-from support.gloo import run_ranks
+from support.gloo import import_frameworks, run_ranks
+from support.warm_ranks import ZERO
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.framework,
+    pytest.mark.multiprocess,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """What every rank would import."""
+    import_frameworks(*ZERO)
+
 
 RANKS = 3
 RTOL = 2e-6  # fp32 sums of 100 tokens in another order: about sqrt(100) * 2**-24

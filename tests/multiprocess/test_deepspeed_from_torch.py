@@ -15,9 +15,18 @@ pytest.importorskip("deepspeed")
 
 from samerun.cli import root
 from support.dsjob import RESTORE_MODEL, RESTORE_STAGE3, Job, differing, resume
+from support.gloo import import_frameworks
 from support.plainjob import make_source
+from support.warm_ranks import ZERO
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """What every rank would import."""
+    import_frameworks(*ZERO)
+
 
 MARK = 5e-7  # follows an exact state at another number of ranks: stage 0 itself differs by as much
 ALLOW = ("SR-DSW-ROLE", "SR-WRITE-OBJECT", "SR-CONVERT-OBJECT")

@@ -19,9 +19,18 @@ from samerun.formats.detect import open_checkpoint
 from samerun.formats.universal.write import lay_out as lay_out_universal
 from samerun.formats.zero.write import lay_out as lay_out_zero
 from support.dsjob import RESTORE_MODEL, RESTORE_STAGE3, Job, differing, make_source, resume
+from support.gloo import import_frameworks
+from support.warm_ranks import ZERO
 from support.written import carry_out, source_of
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """What every rank would import."""
+    import_frameworks(*ZERO)
+
 
 # Follows an exact state at another number of ranks: stage 0 itself differs by as much.
 MARK = 5e-7

@@ -14,11 +14,19 @@ import pytest
 from samerun.convert.convert import convert
 from samerun.formats.detect import open_checkpoint
 from support import hfjob
-from support.gloo import run_ranks
+from support.gloo import import_frameworks, run_ranks
+from support.warm_ranks import HUGGING_FACE
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.framework, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """What every rank would import."""
+    import_frameworks(*HUGGING_FACE)
+
 
 # One update of Adam moves a value by at most the rate (1e-3, 2e-3). Sums over samples in another order change gradients
 # by some units in the last place, 1e-7 of them, and an update relatively by as much.

@@ -20,7 +20,8 @@ from samerun.core.order import GlobalOrder
 from samerun.core.orders import KeyedOrder
 from samerun.errors import UsageError
 from samerun.train.sampler import ElasticSampler
-from support.gloo import run_ranks
+from support.gloo import import_frameworks, run_ranks
+from support.warm_ranks import ZERO
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
@@ -206,6 +207,7 @@ def under_lightning(rank: int, ranks: int, folder: str, until: int, workers: int
     return found
 
 
+@pytest.mark.framework
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
 @pytest.mark.parametrize(
     ("library", "job", "last_batch"),
@@ -217,6 +219,7 @@ def under_lightning(rank: int, ranks: int, folder: str, until: int, workers: int
 )
 def test_moved_after_every_update(library: str, job: Callable[..., Any], last_batch: str, tmp_path: Path) -> None:
     pytest.importorskip(library)
+    import_frameworks("transformers.trainer", "accelerate", "lightning", *ZERO)
     check(updates_of(job, tmp_path, 1), last_batch)
 
 

@@ -173,6 +173,7 @@ def test_running_and_judging_again_start_no_job(promoted: Workspace) -> None:
         ("hold-a-parameter", "05-update", "SR-UPD-STILL"),
         ("thaw-the-frozen", "05-update", "SR-UPD-FROZEN-MOVED"),
         ("step-schedule-twice", "06-window", "SR-UPD-LR"),
+        ("decay-a-little-more", "06-window", "SR-UPD-SETTING"),
         ("draw-while-evaluating", "04-eval", "SR-EVAL-CHANGED"),
         ("write-into-the-checkpoint", "03-load", "SR-JOB-WROTE"),
         ("fall-over", "03-load", "SR-JOB-FAILED"),

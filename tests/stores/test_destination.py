@@ -319,6 +319,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_export(tmp_path_factory.mktemp("large") / "ckpt", rows=20_000)
 
 
+@pytest.mark.framework
 @S3
 @pytest.mark.parametrize("to", ["dcp", "torch", "safetensors"])
 def test_an_s3_server(to: str, s3: str, large: Path, tmp_path: Path) -> None:
@@ -349,6 +350,7 @@ def start(source: Path, dest: str, to: str = "dcp", **environ: str) -> subproces
     )
 
 
+@pytest.mark.framework
 @S3
 @pytest.mark.parametrize("to", ["dcp", "torch"])
 def test_killed_at_random_times(to: str, s3: str, large: Path) -> None:
@@ -380,6 +382,7 @@ def test_killed_at_random_times(to: str, s3: str, large: Path) -> None:
     assert open_uploads(s3) == []
 
 
+@pytest.mark.framework
 @S3
 def test_a_server_that_fails_while_parts_arrive(s3: str, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import botocore.exceptions
@@ -404,6 +407,7 @@ def test_a_server_that_fails_while_parts_arrive(s3: str, large: Path, monkeypatc
     assert run(large, dest, "torch").dest == dest
 
 
+@pytest.mark.framework
 @S3
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("ranks", [3])

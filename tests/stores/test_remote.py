@@ -297,6 +297,7 @@ def s3() -> Iterator[str]:
         server.stop()
 
 
+@pytest.mark.framework
 @pytest.mark.filterwarnings("ignore")
 def test_an_s3_server(s3: str, tmp_path: Path) -> None:
     source = write_export(tmp_path / "ckpt", rows=40_000)

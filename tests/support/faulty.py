@@ -47,6 +47,21 @@ def step_schedule_twice() -> None:
     LambdaLR.step = step
 
 
+def decay_a_little_more() -> None:
+    """After the first update weight decay is a millionth more than was saved, which no norm shows."""
+    from torch.optim.lr_scheduler import LambdaLR
+
+    original = LambdaLR.step
+
+    def step(self: Any, *rest: Any) -> None:
+        original(self, *rest)
+        if self.last_epoch == 13:
+            for group in self.optimizer.param_groups:
+                group["weight_decay"] *= 1 + 1e-6
+
+    LambdaLR.step = step
+
+
 def skip_an_update() -> None:
     """The first batch that the loader hands out is thrown away."""
     from samerun.train.sampler import ElasticSampler
@@ -172,6 +187,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "stretch-gradient": stretch_gradient,
     "step-schedule-twice": step_schedule_twice,
+    "decay-a-little-more": decay_a_little_more,
     "skip-an-update": skip_an_update,
     "hold-a-parameter": hold_a_parameter,
     "thaw-the-frozen": thaw_the_frozen,

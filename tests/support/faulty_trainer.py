@@ -65,6 +65,88 @@ def deepspeed_forget_optimizer() -> None:
     DeepSpeedEngine.load_checkpoint = functools.partialmethod(whole, load_optimizer_states=False)
 
 
+def _after_loading_megatron(change: Callable[[Any, dict[str, Any]], None]) -> None:
+    """Changes optimizer and weights after both are loaded: the optimizer's masters come last, and win."""
+    import torch
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.optimizer import ChainedOptimizer
+
+    load_model, load_optimizer = GPTModel.load_state_dict, ChainedOptimizer.load_state_dict
+    weights: dict[str, Any] = {}
+
+    def remember(self: Any, *rest: Any, **named: Any) -> Any:
+        weights.update(self.named_parameters())
+        return load_model(self, *rest, **named)
+
+    def load(self: Any, state: Any) -> None:
+        load_optimizer(self, state)
+        with torch.no_grad():
+            change(self.chained_optimizers[0].optimizer, weights)
+
+    GPTModel.load_state_dict, ChainedOptimizer.load_state_dict = remember, load
+
+
+def megatron_forget_optimizer() -> None:
+    """The optimizer forgets what it was given."""
+
+    def change(optimizer: Any, weights: Any) -> None:
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            del group["step"]
+
+    _after_loading_megatron(change)
+
+
+def megatron_miscount_steps() -> None:
+    """The optimizer goes on one step further than it was."""
+
+    def change(optimizer: Any, weights: Any) -> None:
+        for group in optimizer.param_groups:
+            group["step"] += 1
+
+    _after_loading_megatron(change)
+
+
+def megatron_swap_halves() -> None:
+    """The two halves of every gated layer, of which each tensor-parallel rank has a part, are joined the wrong way."""
+    import torch
+
+    def change(optimizer: Any, weights: Any) -> None:
+        for name in (name for name in weights if name.endswith("linear_fc1.weight")):
+            weights[name].copy_(torch.cat(weights[name].chunk(2)[::-1]))
+
+    _after_loading_megatron(change)
+
+
+def megatron_swap_layers() -> None:
+    """Layers that another stage had come in the wrong order."""
+
+    def change(optimizer: Any, weights: Any) -> None:
+        for name in [name for name in weights if name.startswith("decoder.layers.1.")]:
+            other = weights[name.replace("layers.1.", "layers.2.")]
+            kept = other.clone()
+            other.copy_(weights[name])
+            weights[name].copy_(kept)
+
+    _after_loading_megatron(change)
+
+
+def torchtitan_forget_optimizer() -> None:
+    """torchtitan's optimizers forget what they were given. It is told its device before, as the example does."""
+    sys.path.insert(0, str(Path(sys.argv[1]).parent))
+    import on_cpu  # pyright: ignore[reportMissingImports] # noqa: F401
+    from torchtitan.components.optimizer import OptimizersContainer
+
+    original = OptimizersContainer.load_state_dict
+
+    def load(self: Any, state: Any) -> None:
+        original(self, state)
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+
+    OptimizersContainer.load_state_dict = load
+
+
 def restart_data() -> None:
     """The loader hands out the epoch from its first batch, whatever was committed."""
     from samerun.train.sampler import Committed, ElasticSampler
@@ -80,6 +162,11 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "pl-forget-optimizer": pl_forget_optimizer,
     "accelerate-forget-optimizer": accelerate_forget_optimizer,
     "deepspeed-forget-optimizer": deepspeed_forget_optimizer,
+    "megatron-forget-optimizer": megatron_forget_optimizer,
+    "megatron-miscount-steps": megatron_miscount_steps,
+    "megatron-swap-halves": megatron_swap_halves,
+    "megatron-swap-layers": megatron_swap_layers,
+    "torchtitan-forget-optimizer": torchtitan_forget_optimizer,
     "restart-data": restart_data,
 }
 

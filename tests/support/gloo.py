@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -52,6 +53,14 @@ def import_once() -> None:
     """Imports, before any fork, what FSDP2 and DCP import at their first use: seconds per rank otherwise."""
     for module in ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "fsspec"):
         importlib.import_module(module)
+
+
+def import_frameworks(*modules: str) -> None:
+    """Imports, before any fork, what jobs of a framework would import in every rank. Its warnings are its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in modules:
+            importlib.import_module(module)
 
 
 def _receive(rank: int, receiving: Connection, timeout: float) -> Any:

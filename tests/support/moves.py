@@ -54,11 +54,13 @@ class Move:
         return done.stdout
 
     def draft(self, checkpoint: str, source: str, to: str, arguments: str, **answers: Any) -> None:
-        """Drafts a manifest for the checkpoint and fills in what is asked; `a__b` is the key `a.b`."""
+        """Drafts a manifest for the checkpoint and fills in what is asked; `a__b` is the key `a.b`.
+
+        An answer of `...` leaves what was drafted.
+        """
         self.samerun("draft", checkpoint, "--from", source, "--to", to, "-o", "move.yaml")
-        fill_in(
-            self.manifest, common(self.script, arguments) | {key.replace("__", "."): answers[key] for key in answers}
-        )
+        answered = common(self.script, arguments) | {key.replace("__", "."): answers[key] for key in answers}
+        fill_in(self.manifest, {key: value for key, value in answered.items() if value is not ...})
 
     def run(self, *, fault: str = "none", stage: str | None = None) -> RunResult:
         """Runs the move, or again from `stage` with a fault in the example's libraries."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import runpy
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -97,17 +102,81 @@ def deepspeed_names() -> Iterator[dict[str, Any]]:
     import torch.distributed as dist
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29541")
-    deepspeed.init_distributed("gloo")
     config = {
         "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
     }  # fmt: skip
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29541"}
+    with patch.dict(os.environ, alone):  # no longer than here: other trainers would make a process group of it
+        deepspeed.init_distributed("gloo")
+        try:
+            yield {**_loop_names(), "deepspeed": deepspeed, "config": config}
+        finally:
+            dist.destroy_process_group()
+            deepspeed.comm.comm.cdb = deepspeed.utils.groups._WORLD_GROUP = None  # else the next one finds this group
+
+
+@contextmanager
+def _example(name: str) -> Iterator[dict[str, Any]]:
+    """What `examples/NAME/train.py` defines, in the process group of one rank; torch.cuda is then as it was."""
+    import torch
+    import torch.distributed as dist
+
+    folder = Path(__file__).parents[2] / "examples" / name
+    before, path, modules = dict(vars(torch.cuda)), list(sys.path), set(sys.modules)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29542"}
+    sys.path.insert(0, str(folder))
     try:
-        yield {**_loop_names(), "deepspeed": deepspeed, "config": config}
+        with patch.dict(os.environ, alone):
+            yield runpy.run_path(str(folder / "train.py"), run_name=f"{name}_example")
     finally:
-        dist.destroy_process_group()
-        deepspeed.comm.comm.cdb = deepspeed.utils.groups._WORLD_GROUP = None  # else the next one finds this group
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        vars(torch.cuda).update(before)
+        sys.path[:] = path
+        for module in {"on_cpu", "data", "model"} - modules:
+            sys.modules.pop(module, None)
+
+
+@contextmanager
+def megatron_names() -> Iterator[dict[str, Any]]:
+    """The example's model, optimizer and schedule, one rank of each."""
+    pytest.importorskip("megatron.core")
+    import torch
+    import torch.distributed as dist
+
+    with _example("megatron") as train:
+        try:
+            args = train["parse_args"](["--train-iters", "2"])
+            dist.init_process_group("gloo")
+            train["mpu"].initialize_model_parallel(1, 1, create_gloo_process_groups=True)
+            train["tensor_parallel"].model_parallel_cuda_manual_seed(1)
+            model = train["make_model"](args)
+            optimizer = train["make_optimizer"](args, model)
+            text, fixed = train["load_text"](args.seq_length, "tiny")
+            yield {
+                "args": args, "mpu": train["mpu"], "model": model, "optimizer": optimizer,
+                "opt_param_scheduler": train["make_scheduler"](args, optimizer),
+                "dataset": text, "collate": text.collate, "DataLoader": torch.utils.data.DataLoader,
+                "forward_backward": train["get_forward_backward_func"](),
+                "forward_step": partial(train["forward_step"], args),
+                "evaluate": lambda model: train["evaluate"](args, model, fixed), "save": lambda update: None,
+            }  # fmt: skip
+        finally:
+            train["mpu"].destroy_model_parallel()
+            train["on_cpu"].__exit__(None, None, None)
+
+
+@contextmanager
+def torchtitan_names() -> Iterator[dict[str, Any]]:
+    """The example's configuration, on one rank."""
+    pytest.importorskip("torchtitan")
+    with _example("torchtitan") as train:
+        yield {
+            **{name: train[name] for name in ("LRSchedulersContainer", "CheckpointManager", "load_samples")},
+            "config": train["make_config"](train["parse_args"](["--steps", "2"])), "resume": None,
+            "losses_of": lambda model: [0.0],
+        }  # fmt: skip
 
 
 SETUPS: dict[str, Callable[[], AbstractContextManager[dict[str, Any]]]] = {
@@ -116,8 +185,22 @@ SETUPS: dict[str, Callable[[], AbstractContextManager[dict[str, Any]]]] = {
     "lightning": lightning_names,
     "accelerate": accelerate_names,
     "deepspeed": deepspeed_names,
+    "megatron": megatron_names,
+    "torchtitan": torchtitan_names,
 }
 """By the word after `setup=` above a block. Trainers that are not installed skip theirs."""
+
+
+def _leave_nothing() -> None:
+    """Resets what is one for the whole process: tests that follow fork their ranks from it."""
+    import torch.distributed as dist
+
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    assert not dist.is_initialized(), "a process group is left"
 
 
 @contextmanager
@@ -131,3 +214,4 @@ def names_for(setup: str | None) -> Iterator[dict[str, Any]]:
         else:
             with SETUPS[setup]() as names:
                 yield names
+            _leave_nothing()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing.util
 import os
 import runpy
 import select
@@ -28,6 +29,17 @@ from typing import Any
 
 WARM_PATH = str(Path(__file__).parent / "warm")
 """Belongs into PYTHONPATH of whatever is to start warm ranks."""
+
+
+_OF_SAMERUN = ("capture", "contribution", "environment", "evaluation", "measure", "recorder", "sampler", "sidecar")
+
+ZERO = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
+"""The second is imported by every engine, and costs more than a second: it compiles."""
+
+HUGGING_FACE = (
+    *("transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate.utils.fsdp_utils"),
+    *ZERO,  # which Accelerate imports where it is installed
+)
 
 
 @contextlib.contextmanager
@@ -65,14 +77,12 @@ def serve(path: str, *modules: str) -> None:
 
     import torch
     import torch._dynamo
-    import torch.distributed.checkpoint
+    import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
     import torch.utils.data
 
-    import samerun.train  # noqa: F401
-
-    for module in modules:
+    for module in (*(f"samerun.train.{name}" for name in _OF_SAMERUN), *modules):
         importlib.import_module(module)
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -168,10 +178,12 @@ def _fork_rank(client: socket.socket, asked: dict[str, Any], options: argparse.N
         traceback.print_exc()
     finally:
         with contextlib.suppress(BaseException):
+            multiprocessing.util._exit_function()  # ends the processes that the rank started, which hold its output
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # this folder, whose modules would be taken for the frameworks that they are named after
     serve(*sys.argv[1:])

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from support.moves import Move, codes, new_move, wrongly
-from support.warm_ranks import warm_launches
+from support.warm_ranks import HUGGING_FACE, warm_launches
 
 pytest.importorskip("accelerate")
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ARGUMENTS = "--batch {global_batch} --at-once {max_microbatch} --passes {passes} --steps 100 --resume {checkpoint}"
 
@@ -19,7 +19,7 @@ ARGUMENTS = "--batch {global_batch} --at-once {max_microbatch} --passes {passes}
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> Iterator[None]:
     """Every job of this module forks its ranks from one process that has the framework imported."""
-    with warm_launches("accelerate", "accelerate.utils.fsdp_utils"):
+    with warm_launches(*HUGGING_FACE):
         yield
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from support.moves import Move, codes, new_move, wrongly
-from support.warm_ranks import warm_launches
+from support.warm_ranks import ZERO, warm_launches
 
 pytest.importorskip("deepspeed")
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ARGUMENTS = "--at-once {max_microbatch} --passes {passes} --steps 100 --resume {checkpoint}"
 
@@ -21,7 +21,7 @@ ARGUMENTS = "--at-once {max_microbatch} --passes {passes} --steps 100 --resume {
 def warm() -> Iterator[None]:
     """Every job of this module forks its ranks from one process that has the framework imported."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    with warm_launches("deepspeed"):
+    with warm_launches(*ZERO):
         yield
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from support.moves import Move, codes, new_move, wrongly
-from support.warm_ranks import warm_launches
+from support.warm_ranks import HUGGING_FACE, warm_launches
 
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ARGUMENTS = "--per-device {max_microbatch} --accumulation {passes} --steps 100 --save-dir unused --resume {checkpoint}"
 
@@ -19,7 +19,7 @@ ARGUMENTS = "--per-device {max_microbatch} --accumulation {passes} --steps 100 -
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> Iterator[None]:
     """Every job of this module forks its ranks from one process that has the framework imported."""
-    with warm_launches("transformers.trainer", "transformers.models.llama.modeling_llama"):
+    with warm_launches(*HUGGING_FACE):
         yield
 
 

@@ -11,7 +11,7 @@ from support.moves import Move, codes, new_move, wrongly
 from support.warm_ranks import warm_launches
 
 pytest.importorskip("lightning")
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ARGUMENTS = "--batch {global_batch} --at-once {max_microbatch} --steps 100 --save-dir unused --resume {checkpoint}"
 
@@ -19,7 +19,7 @@ ARGUMENTS = "--batch {global_batch} --at-once {max_microbatch} --steps 100 --sav
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> Iterator[None]:
     """Every job of this module forks its ranks from one process that has the framework imported."""
-    with warm_launches("lightning.pytorch"):
+    with warm_launches("lightning.pytorch", "s3fs"):  # which fsspec imports at its first use
         yield
 
 

@@ -66,7 +66,10 @@ pytestmark = [
 
 @pytest.mark.framework
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "library"), [("torchdata",) * 2, ("accelerate",) * 2, ("trainer", "transformers")])
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [("torchdata",) * 2, ("accelerate",) * 2, ("trainer", "transformers"), ("trainer_schedule", "transformers")],
+)
 def test_the_kept_ids_are_those_of_the_installed_frameworks(name: str, library: str, tmp_path: Path) -> None:
     """Their real loaders on gloo ranks, resumed by their own means after every update."""
     pytest.importorskip(library)

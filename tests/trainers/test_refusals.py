@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from samerun.errors import UsageError
+from samerun.trace import read_trace
 from support.gloo import run_ranks
 from support.pages import huggingface_names, names_for
+
+pytestmark = pytest.mark.framework
 
 HERE = {"microbatch": 3, "passes": 2, "processes": 2, "epoch_updates": 40}
 
@@ -64,6 +67,36 @@ def test_a_resumed_trainer_with_another_batch_is_stopped(tmp_path: Path) -> None
             train(5, 4, saved)
         assert train(5, 4, saved, changed_batch=True) == 4
         assert train(3, 4, saved) == 4
+
+
+def test_the_norm_is_that_before_clipping(tmp_path: Path) -> None:
+    """What Trainer logs, whether or not it clips; Accelerate is left as it was."""
+    accelerate = pytest.importorskip("accelerate")
+    clip = accelerate.Accelerator.clip_grad_norm_
+
+    def norms(limit: float) -> tuple[list[float | None], list[float]]:
+        with names_for("huggingface") as names:
+            from samerun.integrations.huggingface import SamerunCallback, WithSampleIds
+
+            settings = names["TrainingArguments"](
+                output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+                max_grad_norm=limit, logging_steps=1, use_cpu=True, report_to=[], disable_tqdm=True,
+                remove_unused_columns=False,
+            )  # fmt: skip
+            trainer = names["Trainer"](
+                model=names["model"], args=settings, train_dataset=WithSampleIds(names["dataset"]),
+                callbacks=[SamerunCallback(ledger=tmp_path / str(limit))],
+            )  # fmt: skip
+            trainer.train()
+        recorded = [line.grad_norm for line in read_trace(tmp_path / str(limit)).lead.updates]
+        return recorded, [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+
+    for limit in (1e-3, 0.0):
+        recorded, logged = norms(limit)
+        assert len(logged) == 3
+        assert min(logged) > 0.1
+        assert recorded == pytest.approx(logged, rel=1e-6)
+    assert accelerate.Accelerator.clip_grad_norm_ is clip
 
 
 def test_a_batch_without_ids_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import math
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from samerun.catalog import load_catalog
@@ -147,7 +147,13 @@ class TestOptions:
         assert kinds["ragged"].passes == 13
         assert "fewer-replicas" not in kinds  # none needs fewer passes than the uniform one
 
+    def test_a_batch_near_by_that_keeping_the_passes_makes_too_is_listed_once(self) -> None:
+        reasons = [option.reason for option in plan_batch(29, 2, 2, source=SOURCE) if option.global_batch == 32]
+        kept = "what keeping 8 passes of 2 silently makes of it"
+        assert reasons == [f"the nearest batch above with full microbatches, and {kept}"]
+
     @given(counts, counts, counts, st.booleans())
+    @example(29, 2, 2, True)
     @settings(max_examples=300)
     def test_every_option_is_what_it_says(self, batch: int, replicas: int, micro: int, with_source: bool) -> None:
         options = plan_batch(batch, replicas, micro, source=SOURCE if with_source else None)

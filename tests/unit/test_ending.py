@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from samerun.errors import Severity
-from samerun.verify.ending import Span, check_ending, check_motion
+from samerun.verify.ending import Span, check_beside, check_ending, check_motion
 from support.observations import COUNT, FIRST, make_observed, make_update
 
 
@@ -93,3 +93,20 @@ def test_a_control_that_moves_nothing_judges_nobody() -> None:
     assert [problem.code for problem in check_motion("repeat-1", still, FIRST, COUNT)] == ["SR-CONTROL-STILL"]
     warming_up = make_observed(make_update(FIRST, update_norm=0.0))
     assert check_motion("repeat-1", warming_up, FIRST, COUNT) == []
+
+
+def beside(lag: float | None, mean: float = 2.0) -> dict[str, Any]:
+    return {"beside": {"average_lag": lag, "buffers": {"mean": mean}}}
+
+
+def test_an_average_at_another_distance_decays_otherwise() -> None:
+    def codes(candidate: dict[str, Any], *controls: dict[str, Any]) -> list[tuple[str, Severity]]:
+        problems = check_beside(controls or (beside(0.1), beside(0.1)), candidate, "window", floor=1e-5, factor=10)
+        return [(problem.code, problem.severity) for problem in problems]
+
+    assert codes(beside(0.1 * (1 + 9e-5), 2.0 * (1 + 9e-5))) == []
+    assert codes(beside(0.1 * (1 + 2e-4))) == [("SR-UPD-LAG", Severity.ERROR)]
+    assert codes(beside(0.1, 2.001)) == [("SR-UPD-BUFFER", Severity.WARNING)]
+    assert codes(beside(0.1005), beside(0.1), beside(0.1001)) == []  # ten times what the controls differ by
+    assert codes(beside(None), beside(None)) == []
+    assert codes({}) == []

@@ -268,6 +268,16 @@ def test_scheduler(job: toy.Job, found: dict[str, Any]) -> None:
     assert check(save(job, scheduler=None), found | {"scheduler": None}) == []
 
 
+def test_a_schedule_that_was_not_saved_and_begins_anew(job: toy.Job, found: dict[str, Any]) -> None:
+    """The optimizer brings the rate back, and the first step of the new schedule loses it."""
+    assert check(save(job, scheduler=None), found) == []  # one that was made at its position
+    anew = found | {
+        "scheduler": {**found["scheduler"], "last_epoch": 0, "_last_lr": [1e-9 for _ in found["learning_rates"]]}
+    }
+    assert only(check(save(job, scheduler=None), anew), "SR-LOAD-SCHED").expected == found["learning_rates"]
+    assert only(check(save(job, scheduler=None), anew | {"scheduler": [anew["scheduler"]]}), "SR-LOAD-SCHED")
+
+
 def test_objects(job: toy.Job, found: dict[str, Any]) -> None:
     wrong = copy.deepcopy(found)
     wrong["objects"]["progress"]["samples"] = 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from samerun.errors import Problem
+from samerun.verify.judge import is_missing_evidence
 from samerun.verify.load import check_loaded
 from support import toy
 from support.loads import capture, make_job, save
@@ -120,5 +121,8 @@ def test_an_average_is_compared_like_everything_else(job: toy.Job) -> None:
     assert [p.code for p in check_loaded(checkpoint, facts(average), declare={}) if p.severity == "error"] == []
     copied = check_loaded(checkpoint, facts(averaged(job, 1.0)), declare={})
     assert {(p.code, p.kind) for p in copied} >= {("SR-LOAD-PARAM", "averages of the model")}
-    lost = check_loaded(checkpoint, facts({}), declare={})
+    lost = check_loaded(checkpoint, facts(dict(list(average.items())[1:])), declare={})
     assert {p.code for p in lost if p.severity == "error"} == {"SR-LOAD-MISSING"}
+    untold = [p for p in check_loaded(checkpoint, facts({}), declare={}) if p.severity == "error"]
+    assert [p.code for p in untold] == ["SR-LOAD-UNSEEN"]
+    assert is_missing_evidence(untold[0].code)  # the job may have restored it: that abstains

@@ -631,3 +631,30 @@ def test_how_a_job_ended_without_closing(tmp_path: Path, last: str, reason: str 
     trace = read_trace(tmp_path)
     assert (trace.lead.end.reason if trace.lead.end else None) == reason
     assert [problem.code for problem in check_trace(trace)] == ([] if reason else ["SR-TRACE-OPEN"])
+
+
+@pytest.mark.parametrize("noise", [1e-7, -3e-7])
+def test_what_is_hardly_a_gradient_is_left_out_of_a_tensors_change(tmp_path: Path, noise: float) -> None:
+    """A part of a bias that softmax cancels has rounding for a gradient, and Adam makes a full step of it."""
+    torch.manual_seed(4)
+    model = nn.Linear(5, 9)
+    recorder = Recorder(dir=tmp_path / str(noise))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    recorder.attach(model, optimizer)
+    recorder.loaded(update=0)
+    recorder.evaluate(lambda: {"losses": [0.0]})
+    model.weight.grad = torch.randn(9, 5)
+    model.bias.grad = torch.randn(9)
+    model.bias.grad[3:6] = noise * torch.tensor([1.0, 0.1, 0.0])  # exact zeros are no noise
+    before = model.bias.detach().clone()
+    optimizer.step()
+    recorder.record(update=1, loss=1.0, grad_norm=1.0, sample_ids=[0])
+    recorder.close()
+    (line,) = read_trace(tmp_path / str(noise)).lead.updates
+    change = model.bias.detach() - before
+    assert abs(float(change[3])) > 0.008  # a step like that of any other element
+    kept = torch.cat([change[:3], change[5:]])
+    assert line.moved is not None
+    assert line.moved["bias"] == pytest.approx(float(kept.norm()), rel=1e-6)
+    assert line.moved["weight"] == pytest.approx(0.01 * 45**0.5, rel=1e-4)
+    assert line.update_norm == pytest.approx(math.hypot(float(change.norm()), line.moved["weight"]), rel=1e-6)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,9 +26,11 @@ from samerun.core.progress import Committed, Span, UpdateSpan, after
 from samerun.core.schedule import check_rates, parse_schedule, stride_of
 from samerun.core.state import LogicalState, ParamGroup
 from samerun.errors import UsageError
+from samerun.formats.detect import open_checkpoint
 from samerun.plan.batch import LearningRatePlan
 from samerun.plan.schedule import PlannedRates, check_planned_rates, plan_rates
 from samerun.train.schedule import CommittedLR, next_rates
+from support.corpus import CORPUS, needs_corpus
 
 Make = Callable[[torch.optim.Optimizer], Any]
 
@@ -247,6 +251,65 @@ def test_megatrons_schedule_counts_samples(case: dict[str, Any]) -> None:
     odd = [{"lr_mult": 0.5}]
     with pytest.raises(UsageError, match="SR-SCHEDULE-UNKNOWN"):
         parse_schedule({**state, "lr_decay_style": "cosine"}, odd)
+
+
+TRAINER = json.loads((Path(__file__).parents[1] / "golden" / "order" / "trainer_schedule.json").read_text())
+
+
+def saved_by_the_trainer(case: dict[str, Any], **changes: Any) -> LogicalState:
+    arguments = {
+        "lr_scheduler_type": case["kind"],
+        "lr_scheduler_kwargs": case["more"] or None,
+        "warmup_steps": case["warm_up"],
+        "learning_rate": 2e-3,
+        **changes,
+    }
+    objects = {f"training_args.{name}": value for name, value in arguments.items()}
+    scheduler = {**case["state"], "lr_lambdas": [{}, {}]}
+    groups = tuple(ParamGroup(params=(), hyperparameters={"lr": rate}) for rate in case["rates"][7])
+    objects["trainer_state.max_steps"] = case["total"]
+    return LogicalState(format="huggingface", tensors={}, groups=groups, scheduler=scheduler, objects=objects)
+
+
+@pytest.mark.parametrize("case", TRAINER, ids=lambda c: f"{c['kind']}-{c['warm_up']}-{'-'.join(c['more'])}")
+def test_the_trainers_schedules(case: dict[str, Any]) -> None:
+    """Functions of the script to torch, but the arguments that the Trainer makes them of are saved."""
+    found = plan_rates(saved_by_the_trainer(case), LearningRatePlan(), 8, old_batch=4, new_batch=4)
+    assert found.kind == f"Trainer's {case['kind']}"
+    assert len(found.rates) == 20
+    assert check_rates(found.rates, case["rates"][7:27], first_update=8, rtol=1e-12) == []
+    later = plan_rates(saved_by_the_trainer(case), LearningRatePlan(factor=0.5), 8, old_batch=4, new_batch=8)
+    assert later.rates[3] == pytest.approx([rate / 2 for rate in case["rates"][10]])
+
+
+def test_arguments_that_are_not_the_runs_schedule_do_not_count() -> None:
+    """A script's own LambdaLR beside the arguments' default, and arguments of which nothing can be made."""
+    case = next(case for case in TRAINER if case["kind"] == "cosine" and case["warm_up"])
+    wrong: list[dict[str, Any]] = [
+        {"lr_scheduler_type": "linear"},
+        {"warmup_steps": 4},
+        {"lr_scheduler_type": "greedy"},
+    ]
+    wrong += [{"lr_scheduler_kwargs": {"num_cycles": "x"}}, {"warmup_steps": None, "warmup_ratio": 0.4}]
+    for changes in wrong:
+        found = plan_rates(saved_by_the_trainer(case, **changes), LearningRatePlan(), 8, old_batch=4, new_batch=4)
+        assert found.rates == ()
+        assert found.why_not
+        assert "LambdaLR" in found.why_not
+    for same in ({"warmup_steps": 0, "warmup_ratio": 0.2}, {"warmup_steps": 0.2}):
+        assert plan_rates(saved_by_the_trainer(case, **same), LearningRatePlan(), 8, old_batch=4, new_batch=4).rates
+
+
+@needs_corpus
+def test_the_schedule_of_a_trainers_checkpoint() -> None:
+    """Cosine after a warm-up of 2, at update 5 of 20, on two processes."""
+    assert CORPUS is not None
+    with contextlib.closing(open_checkpoint(Path(CORPUS) / "torch/hf_trainer_ws2/checkpoint-5")) as checkpoint:
+        found = plan_rates(checkpoint.state, LearningRatePlan(), 6, old_batch=4, new_batch=4)
+    assert found.kind == "Trainer's cosine"
+    expected = [1e-3 * 0.5 * (1 + math.cos(math.pi * (step - 2) / 18)) for step in range(5, 20)]
+    assert [rates[0] for rates in found.rates[:15]] == pytest.approx(expected, rel=1e-12)
+    assert found.rates[15][0] == 0.0
 
 
 def test_a_schedule_by_samples_and_a_policy() -> None:

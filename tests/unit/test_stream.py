@@ -154,6 +154,7 @@ def test_the_seed_that_a_random_sampler_takes() -> None:
             order.ids(1, 0, 20)
 
 
+@pytest.mark.framework
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torchdata's own
 @pytest.mark.parametrize("kind", ["map", "iterable"])
 @pytest.mark.parametrize("workers", [0, 2])
@@ -192,6 +193,7 @@ def test_inside_torchdatas_stateful_loader(workers: int, kind: str) -> None:
     assert len(seen) == 24 + 2 * 5
 
 
+@pytest.mark.framework
 def test_a_loader_that_accelerate_prepared_is_refused() -> None:
     loading = pytest.importorskip("accelerate.data_loader")
     sampler = ElasticSampler(25, global_batch=6, replicas=2, replica=0, max_microbatch=2)

@@ -39,12 +39,13 @@ LINES: list[dict[str, Any]] = [
     {
         "kind": "eval", "update": 12, "num_examples": 2, "losses": [1.0, "nan"], "state_unchanged": True,
         "logits": {"file": "eval-000-logits.npy", "shape": [2, 3], "stored_elements": 6}, "rng_unchanged": True,
-        "changed": [], "modules": [["layer", 1.5, 6]],
+        "changed": [], "modules": [["layer", 1.5, 6]], "details": {"layer": [0.5, "float32"]},
     },
     {
         "kind": "update", "update": 13, "loss": 1.5, "grad_norm": 2.0, "update_norm": 0.25, "lr": [0.1], "steps": 1,
         "loss_scale": 2.0, "skipped": False, "samples": 2, "tokens": 20, "sample_ids": [3, "four"], "finite": True,
         "ids_digest": "ab" * 16, "deltas": {"w": 0.5}, "moved": {"w": 0.5}, "gradients": {"w": 0.1}, "seconds": 0.2,
+        "step_norm": 1.0, "inputs": {"rows": 2, "digest": "00ab00ab00ab00ab"},
     },
     {"kind": "boundary", "what": "log", "update": 13},
     {"kind": "digest", "update": 13, "state": "00" * 8},
@@ -73,7 +74,19 @@ def test_the_lines_as_they_are_have_no_finding(tmp_path: Path) -> None:
 
 MAY_BE_NULL = {"stage", "declared_layout", "layout", "coordinate", "batch", "versions", "environment", "scheduler"}
 MAY_BE_NULL |= {"config", "rank_rng", "logits", "changed", "modules", "loss", "grad_norm", "update_norm", "steps"}
-MAY_BE_NULL |= {"loss_scale", "skipped", "tokens", "ids_digest", "deltas", "moved", "gradients", "seconds"}
+MAY_BE_NULL |= {
+    "loss_scale",
+    "skipped",
+    "tokens",
+    "ids_digest",
+    "deltas",
+    "moved",
+    "gradients",
+    "seconds",
+    "step_norm",
+    "inputs",
+    "details",
+}
 FREE = {"schema", "kind", "scheduler", "config"}  # of any kind, or looked at before the fields
 ANY_OBJECT = {"environment", "batch", "objects"}
 FIELDS = [(line["kind"], name) for line in LINES for name in line if name not in FREE]
@@ -147,6 +160,8 @@ def test_texts_that_no_recorder_writes(kind: str, text: str, says: str, tmp_path
         ("eval", {"num_examples": 3}, "2 losses of 3 examples"),
         ("eval", {"logits": {"file": "../up.npy", "shape": [1], "stored_elements": 1}}, "no file beside the trace"),
         ("eval", {"modules": [["layer", 1.5]]}, "not 2 values"),
+        ("update", {"inputs": {"rows": 2, "digest": "-1"}}, "no digest of 16"),
+        ("eval", {"details": {"layer": [1.0]}}, "not 1 values"),
         ("state", {"when": "later"}, "neither 'loaded' nor 'end'"),
         ("state", {"tensors": {"param:w": {**TENSOR}}}, "'nonzero' is missing"),
         ("state", {"rank_rng": {"0": None}}, None),

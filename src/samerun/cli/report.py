@@ -7,19 +7,16 @@ from pathlib import Path
 
 import click
 
+from samerun.cli.curves import chosen, curve_options
+
 
 @click.command(name="report")
 @click.argument("rundir", type=click.Path(path_type=Path))
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Where to write it; report.html in RUNDIR by default."
 )
-@click.option(
-    "--tensorboard",
-    "events",
-    type=click.Path(path_type=Path),
-    help="Write the curves of controls and candidates there instead, for `tensorboard --logdir`.",
-)
-def command(rundir: Path, output: Path | None, events: Path | None) -> None:
+@curve_options("Write the curves of controls and candidates there instead")
+def command(rundir: Path, output: Path | None, **folders: Path | None) -> None:
     """Write what RUNDIR holds as one HTML page that opens from disk.
 
     Verdict and reasons first, then the declared transition, state coverage,
@@ -37,13 +34,14 @@ def command(rundir: Path, output: Path | None, events: Path | None) -> None:
     from samerun.report.model import read_run
     from samerun.stores.local import write_atomic
 
-    if output is not None and events is not None:
-        raise click.UsageError("-o names the page, --tensorboard the curves: one at a time")
+    curves = chosen(folders)
+    if output is not None and curves is not None:
+        raise click.UsageError(f"-o names the page, --{curves[0]} the curves: one at a time")
     model = read_run(rundir)
-    if events is not None:
-        from samerun.report.tensorboard import curves_of, write_events
+    if curves is not None:
+        from samerun.report.curves import curves_of, write_curves
 
-        for folder in write_events(curves_of(model), events, began=rundir.stat().st_mtime):
+        for folder in write_curves(curves_of(model), curves[1], to=curves[0], began=rundir.stat().st_mtime):
             click.echo(folder)
         return
     target = output or rundir / "report.html"

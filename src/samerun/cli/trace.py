@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from samerun.cli.curves import chosen, curve_options
 from samerun.cli.output import emit_json, exit_code, print_problems, stdout_console
 
 if TYPE_CHECKING:
@@ -22,13 +23,8 @@ _SHOWN = 10  # updates shown at each end of a long trace
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option("--all", "show_all", is_flag=True, help="Show every update, not only the first and last ten.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-@click.option(
-    "--tensorboard",
-    "events",
-    type=click.Path(path_type=Path),
-    help="Also write its curves there, for `tensorboard --logdir`.",
-)
-def command(trace: Path, show_all: bool, as_json: bool, events: Path | None) -> None:
+@curve_options("Also write its curves there")
+def command(trace: Path, show_all: bool, as_json: bool, **folders: Path | None) -> None:
     """Check the trace in the directory TRACE and summarise it, update by update.
 
     Says which ranks wrote it, on which layout and with which batch, whether the ranks tell one story, and every loss,
@@ -41,13 +37,15 @@ def command(trace: Path, show_all: bool, as_json: bool, events: Path | None) -> 
     """
     from samerun.trace import check_trace, read_trace
 
+    curves = chosen(folders)
     found = read_trace(trace)
     problems = check_trace(found)
-    if events is not None:
-        from samerun.report.tensorboard import write_events
+    if curves is not None:
+        from samerun.report.curves import write_curves
         from samerun.verify.observed import observe
 
-        write_events({trace.resolve().name: observe(found).updates}, events, began=trace.stat().st_mtime)
+        updates = {trace.resolve().name: observe(found).updates}
+        write_curves(updates, curves[1], to=curves[0], began=trace.stat().st_mtime)
     if as_json:
         emit_json("trace", {**_summary(found), "problems": [problem.to_json() for problem in problems]})
     else:

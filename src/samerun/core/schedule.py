@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from samerun.core.trainer_rates import TRAINER_FACTORS
 from samerun.errors import Problem, UsageError
 
 Progress = Literal["updates", "samples"]
@@ -73,6 +74,9 @@ class Schedule:
                 self._one_cycle(dict(zip(("initial_lr", "max_lr", "min_lr"), p, strict=True)), position)
                 for p in self.peaks
             )
+        if self.kind.startswith(TRAINER):
+            factor = TRAINER_FACTORS[self.kind.removeprefix(TRAINER)](position, self.arguments)
+            return tuple(base * factor for base in self.base)
         return tuple(_FORMULAS[self.kind](base, position, self.arguments) for base in self.base)
 
     def next_rates(self, count: int, *, stride: float = 1.0, factor: float = 1.0) -> tuple[tuple[float, ...], ...]:
@@ -165,6 +169,26 @@ _FORMULAS: dict[str, Callable[[float, float, Mapping[str, Any]], float]] = {
     "CosineAnnealingWarmRestarts": _restarts,
     PLATEAU: _as_it_is,
 }
+
+TRAINER = "Trainer's "
+"""Begins the kind of a schedule that Hugging Face's Trainer built: `Trainer's cosine`."""
+
+
+def trainer_schedule(kind: str, base: tuple[float, ...], position: int, given: Mapping[str, Any]) -> Schedule:
+    """Returns a schedule of Hugging Face's Trainer.
+
+    Args:
+        kind: `lr_scheduler_type`. base: rates by group. position: steps that were made.
+        given: `warm_up` and `total` in steps, `rate` (the Trainer's `learning_rate`), and `lr_scheduler_kwargs`.
+
+    Raises:
+        ValueError: for a kind whose rates follow from more than that.
+    """
+    if kind not in TRAINER_FACTORS:
+        raise ValueError(f"the Trainer's {kind} schedule follows more than its arguments")
+    total = {} if kind in ("constant", "constant_with_warmup", "inverse_sqrt") else {"total_iters": given["total"]}
+    return Schedule(TRAINER + kind, base, position, {**given, **total})
+
 
 _NEEDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("CosineAnnealingWarmRestarts", ("T_0", "T_mult", "eta_min")),

@@ -16,11 +16,12 @@ Each rank's parts of the optimizer state are digested where they are; nothing is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from samerun.errors import Problem, UsageError
+from samerun.integrations.hooks import StepHooks
 from samerun.train.agree import world
 from samerun.train.flatpart import FlatPart
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["RecordedEngine", "ZeroOptimizer", "check_zero"]
-
-Hook = Callable[..., Any]
 
 
 class RecordedEngine:
@@ -65,14 +64,14 @@ class RecordedEngine:
         """Runs the engine's step, and the recorder's hooks around one that makes an update."""
         updates = self.engine.is_gradient_accumulation_boundary()
         if updates:
-            self.zero.call(self.zero.before)
+            self.zero.step_begins()
         result = self.engine.step(*arguments, **named)
         if updates and self.engine.was_step_applied():
-            self.zero.call(self.zero.after)
+            self.zero.step_ended()
         return result
 
 
-class ZeroOptimizer:
+class ZeroOptimizer(StepHooks):
     """A ZeRO optimizer with parameters, groups and state by parameter, as `torch.optim.Optimizer` has them.
 
     ZeRO's own optimizer steps flat buffers of many parameters. `state` gives each parameter's part of them on this
@@ -80,25 +79,12 @@ class ZeroOptimizer:
     """
 
     def __init__(self, engine: Any) -> None:
+        super().__init__()
         self._engine, self._zero = engine, engine.optimizer
         self.optimizer: Any = getattr(self._zero, "optimizer", None)
-        self.before: dict[int, Hook] = {}
-        self.after: dict[int, Hook] = {}
+        self.keeps_gradients = True  # and takes them off the parameters
         if problems := check_zero(self._zero):
             raise UsageError(problems)
-
-    def register_step_pre_hook(self, hook: Hook) -> _Handle:
-        """Calls `hook` before each update."""
-        return _Handle(self.before, hook)
-
-    def register_step_post_hook(self, hook: Hook) -> _Handle:
-        """Calls `hook` after each update that was applied."""
-        return _Handle(self.after, hook)
-
-    def call(self, hooks: Mapping[int, Hook]) -> None:
-        """Calls hooks as torch's optimizers do."""
-        for hook in list(hooks.values()):
-            hook(self, (), {})
 
     def global_grad_norm(self) -> float | None:
         """Returns the L2 norm of the whole gradient before clipping; None where DeepSpeed does not compute it."""
@@ -219,15 +205,6 @@ def _stage3(parameters: list[Any]) -> Iterator[_Member]:
 
 def _alike(value: Any, flat: torch.Tensor) -> bool:
     return hasattr(value, "numel") and value.numel() == flat.numel() and value.dim() == flat.dim()
-
-
-class _Handle:
-    def __init__(self, hooks: dict[int, Hook], hook: Hook) -> None:
-        self._hooks, self._key = hooks, id(self)
-        hooks[self._key] = hook
-
-    def remove(self) -> None:
-        self._hooks.pop(self._key, None)
 
 
 class _Scale:

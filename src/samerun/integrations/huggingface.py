@@ -83,6 +83,8 @@ class SamerunCallback(TrainerCallback, ExportableState):
             config=_config(model),
         )
         self.recorder.loaded(update=state.global_step)
+        if self.recorder.active:
+            self._hooks.append(_Clipping(self.recorder))
         if self._evaluate is not None:
             evaluate = self._evaluate
             self.recorder.evaluate(lambda: evaluate(model))
@@ -143,6 +145,34 @@ class SamerunCallback(TrainerCallback, ExportableState):
         share = 1.0 if items is None or not tokens else items / tokens
         weight = 1 if items is None or tokens is None else tokens
         self.recorder.samples(self._ids.tolist(), loss=loss.detach() * share, tokens=tokens, weight=weight)
+
+
+class _Clipping:
+    """Tells the norm of every gradient before Trainer clips it, until it is removed.
+
+    Trainer clips before its first callback of a step, and tells callbacks the norm only where it logs. It takes it from
+    `Accelerator.clip_grad_norm_`, which returns that before clipping, also where nothing is clipped. (With gradients on
+    several device meshes it does not, and the norm is then measured in the step.) Where training ends by an error
+    nothing removes it, and it is silent.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        from accelerate import Accelerator
+
+        self._clip = clip = Accelerator.clip_grad_norm_
+
+        def clip_and_tell(accelerator: Any, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
+            norm = clip(accelerator, parameters, max_norm, norm_type)
+            if norm is not None and norm_type == 2 and not recorder.closed:
+                recorder.grad_norm(norm)
+            return norm
+
+        Accelerator.clip_grad_norm_ = clip_and_tell
+
+    def remove(self) -> None:
+        from accelerate import Accelerator
+
+        Accelerator.clip_grad_norm_ = self._clip
 
 
 def dealt(args: Any, num_batches: int) -> dict[str, int]:

@@ -11,6 +11,7 @@ from samerun.core.schedule import PLATEAU, Progress, check_rates, parse_schedule
 from samerun.core.state import LogicalState
 from samerun.errors import Problem, UsageError
 from samerun.plan.batch import LearningRatePlan
+from samerun.plan.trainer_schedule import read_trainer_schedule
 
 NEXT_UPDATES = 20
 CONSTANT = "constant"
@@ -71,7 +72,7 @@ def plan_rates(
         constant = tuple(float(group["lr"]) * factor for group in groups)
         return PlannedRates(first_update=first_update, kind=CONSTANT, rates=(constant,) * count)
     try:
-        schedule = parse_schedule(state.scheduler, groups)
+        schedule = read_trainer_schedule(state) or parse_schedule(state.scheduler, groups)
         stride = stride_of(progress, old_batch, new_batch)
         if schedule.kind == PLATEAU:
             stride = max(1.0, math.ceil(schedule.position / max(first_update - 1, 1)))
@@ -95,7 +96,9 @@ def schedule_horizon(state: LogicalState, updates: int) -> int | None:
     """Returns after how many updates the saved schedule has run its course; None if it never does, or does not tell."""
     try:
         groups = [group.hyperparameters for group in state.groups]
-        schedule = None if state.scheduler is None else parse_schedule(state.scheduler, groups)
+        schedule = read_trainer_schedule(state)
+        if schedule is None and state.scheduler is not None:
+            schedule = parse_schedule(state.scheduler, groups)
         if schedule is None or schedule.unit == "samples" or schedule.horizon is None:
             return None
         return schedule.horizon // _steps_per_update(schedule.position, updates)

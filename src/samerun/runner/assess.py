@@ -16,7 +16,7 @@ from samerun.plan.migration import MigrationPlan
 from samerun.plan.schedule import check_planned_rates
 from samerun.runner.evidence import judged_bands, throughput
 from samerun.verify.controls import Controls
-from samerun.verify.ending import Span, check_ending, check_motion
+from samerun.verify.ending import Span, check_beside, check_ending, check_motion
 from samerun.verify.evaluate import Evaluation, check_evaluation, logit_deviation, loss_deviation, worst_example
 from samerun.verify.job import JobPlan
 from samerun.verify.movement import check_averages, check_end
@@ -247,8 +247,21 @@ def assess_updates(controls: Controls, observed: Observed, plan: WindowPlan) -> 
         problems += check_averages((loaded[0], ends[0]), (loaded[1], ends[1]), plan.stage)
         measured["throughput"] = {"control": throughput(controls.reference), "candidate": throughput(observed)}
         judged = any(band.metric == "update_norm" for band in plan.bands)  # not where the optimizer may change
-        problems += check_ending(Span.of(_ran_control(controls)), Span.of(observed), plan.stage, optimizer=judged)
+        left = check_ending(Span.of(_ran_control(controls)), Span.of(observed), plan.stage, optimizer=judged)
+        left += _beside(controls, ends[1], plan)
+        # Seen at the end: what an earlier update shows comes first, and causes it.
+        problems += [replace(item, where={**item.where, "update": plan.indices[-1]}) for item in left]
     return Assessment(tuple(problems), measured)
+
+
+def _beside(controls: Controls, candidate: Mapping[str, Any] | None, plan: WindowPlan) -> list[Problem]:
+    """Compares what follows the parameters, where a band of `parameter_delta` from the controls says how closely."""
+    bands = [band for band in plan.bands if band.metric == "parameter_delta" and band.factor is not None]
+    if not bands:
+        return []
+    ends = [line.body for item in controls.observed if (line := item.state("end")) is not None]
+    floor, factor = max(band.floor for band in bands), max(band.factor or 0.0 for band in bands)
+    return check_beside(ends, candidate, plan.stage, floor=floor, factor=factor)
 
 
 def _beside_oracle(controls: Controls, candidate: Oracle, first_update: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ Body = Mapping[str, Any]
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _ABSENT = object()
+_DIGEST = re.compile("[0-9a-f]{16}")
 
 
 class BadField(ValueError):
@@ -115,6 +117,13 @@ def text(value: Any) -> str:
     """Text."""
     if not isinstance(value, str):
         raise BadField(f"{_shown(value)} is no text")
+    return value
+
+
+def digest(value: Any) -> str:
+    """A digest of 16 hexadecimal digits."""
+    if not _DIGEST.fullmatch(text(value)):
+        raise BadField(f"{_shown(value)} is no digest of 16 hexadecimal digits")
     return value
 
 

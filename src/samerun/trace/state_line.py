@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from samerun.trace.fields import (
     BadField,
     Body,
     anything,
+    digest,
     list_of,
     mapping_of,
     number,
@@ -20,7 +20,6 @@ from samerun.trace.fields import (
     whole,
 )
 
-_DIGEST = re.compile("[0-9a-f]{16}")
 _Reader = Callable[[Any], Any]
 
 
@@ -29,12 +28,6 @@ def check_state(body: Body) -> None:
     if value_of(body, "when", text) not in ("loaded", "end"):
         raise BadField(f"when: {body['when']!r} is neither 'loaded' nor 'end'")
     _check(body, _FIELDS, _OPTIONAL)
-
-
-def _digest(value: Any) -> str:
-    if not _DIGEST.fullmatch(text(value)):
-        raise BadField(f"{value!r} is no digest of 16 hexadecimal digits")
-    return value
 
 
 def _or_null(read: _Reader) -> _Reader:
@@ -57,9 +50,9 @@ def _check(body: Body, required: Mapping[str, _Reader], optional: Mapping[str, _
 
 
 _TENSOR = _record(
-    {"shape": list_of(whole), "dtype": text, "digest": _digest, "replicas": positive}
+    {"shape": list_of(whole), "dtype": text, "digest": digest, "replicas": positive}
     | {"nonfinite": whole, "nonzero": whole},
-    {"odd": list_of(_record({"rank": whole, "digest": _digest})), "missing_elements": whole, "trainable": truth}
+    {"odd": list_of(_record({"rank": whole, "digest": digest})), "missing_elements": whole, "trainable": truth}
     | {"aliases": list_of(text), "cuts": list_of(list_of(anything)), "lead": whole},
 )
 _RANK_RNG = _record(
@@ -72,7 +65,7 @@ _FIELDS: dict[str, _Reader] = {
     "update": whole,
     "world_size": positive,
     "layout": _or_null(mapping_of(positive)),
-    "state": _digest,
+    "state": digest,
     "tensors": mapping_of(_TENSOR),
     "counters": mapping_of(_record({"value": anything})),
     "groups": list_of(_record({"params": list_of(text), "hyperparameters": mapping_of(anything)})),
@@ -81,11 +74,11 @@ _FIELDS: dict[str, _Reader] = {
     "scheduler": anything,
     "objects": mapping_of(anything),
     "config": anything,
-    "rng": mapping_of(_digest),
+    "rng": mapping_of(digest),
     "broken_ties": list_of(list_of(text)),
     "disagreements": list_of(_record({"what": text, "rank": whole, "expected": anything, "found": anything})),
 }
 _OPTIONAL: dict[str, _Reader] = {
     "rank_rng": mapping_of(_or_null(_RANK_RNG)),
-    "generators": mapping_of(mapping_of(_digest)),
+    "generators": mapping_of(mapping_of(digest)),
 }

@@ -22,7 +22,6 @@ from samerun.core.digest import (
     whole_digest,
 )
 from samerun.core.dtype import DType, parse_dtype
-from samerun.train.flatpart import FlatPart
 from samerun.train.shards import LocalShard, Shard, local_shard
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ _COMPILED_FROM_ELEMENTS = 1 << 22
 _UNORDERED_CHUNK_ELEMENTS = 1 << 20
 
 
-def dtype_of(tensor: torch.Tensor | FlatPart) -> DType:
+def dtype_of(tensor: torch.Tensor | Shard) -> DType:
     """Returns the element type of `tensor`. Raises ValueError for one that samerun does not know."""
     return parse_dtype(str(tensor.dtype))
 
@@ -45,7 +44,7 @@ def digest_shard(key: str, shard: Shard) -> int:
 
     The digests of all ranks that together hold one replica add up (modulo 2**64) to the tensor's digest.
     """
-    dtype = dtype_of(shard.local)
+    dtype = dtype_of(shard)
     seed = digest_seed(key, dtype, shard.shape)
     total = 0
     for offsets, part in shard.boxes():

@@ -13,9 +13,9 @@ from samerun.core.dtype import parse_dtype
 from samerun.core.plain import plain
 from samerun.errors import Problem, SamerunError, VerificationError
 from samerun.train.agree import add_over_ranks, distinct, world
+from samerun.train.boxpart import Part
 from samerun.train.digest import digest_shard, dtype_of, sum_unordered
 from samerun.train.facts import Replica, TensorFact
-from samerun.train.flatpart import FlatPart
 from samerun.train.named import (
     COUNTER_SLOTS,
     named_average,
@@ -66,7 +66,7 @@ def read_local(model: Any, optimizer: Any, average: Any = None) -> Local:
     rank, _ = world()
 
     def hold(
-        key: str, tensor: torch.Tensor | FlatPart, trainable: bool | None = None, aliases: tuple[str, ...] = ()
+        key: str, tensor: torch.Tensor | Part, trainable: bool | None = None, aliases: tuple[str, ...] = ()
     ) -> None:
         try:
             shard = local_shard(tensor, rank=rank)
@@ -93,10 +93,10 @@ def read_local(model: Any, optimizer: Any, average: Any = None) -> Local:
     return Local(tuple(held), tuple(problems))
 
 
-def _as_tensor(value: Any) -> torch.Tensor | FlatPart | None:
+def _as_tensor(value: Any) -> torch.Tensor | Part | None:
     import torch
 
-    if isinstance(value, torch.Tensor | FlatPart):
+    if isinstance(value, torch.Tensor | Part):
         return value
     if isinstance(value, bool):
         return torch.tensor(value)

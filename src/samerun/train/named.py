@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from samerun.core.state import normalize_fqn
 from samerun.errors import Problem, UsageError
-from samerun.train.flatpart import FlatPart
+from samerun.train.boxpart import Part
 
 if TYPE_CHECKING:
     import torch
@@ -129,6 +129,8 @@ def _deduplicate(pairs: list[tuple[str, torch.Tensor]]) -> NamedTensors:
 
 def _identity(tensor: Any) -> Any:
     """Returns what two names must agree on to be one tensor: the memory itself, or the object if it has none."""
+    if isinstance(tensor, Part):
+        return id(tensor)
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if local.numel() == 0 or local.device.type == "meta":
         return id(tensor)
@@ -144,9 +146,7 @@ def parameter_names(model: nn.Module | Sequence[nn.Module]) -> dict[int, str]:
     }
 
 
-def named_optimizer_tensors(
-    model: nn.Module | Sequence[nn.Module], optimizer: Any
-) -> dict[str, torch.Tensor | FlatPart]:
+def named_optimizer_tensors(model: nn.Module | Sequence[nn.Module], optimizer: Any) -> dict[str, torch.Tensor | Part]:
     """Returns every tensor of the optimizer's state by key, step counters included, and masters where it has them."""
     import torch
 
@@ -154,7 +154,7 @@ def named_optimizer_tensors(
     return masters | {
         f"optim.{slot}:{name}": value
         for name, slot, value in optimizer_slots(model, optimizer)
-        if isinstance(value, torch.Tensor | FlatPart)
+        if isinstance(value, torch.Tensor | Part)
     }
 
 
@@ -174,7 +174,7 @@ def optimizer_slots(model: nn.Module | Sequence[nn.Module], optimizer: Any) -> I
 
 def optimizer_masters(
     model: nn.Module | Sequence[nn.Module], optimizer: Any
-) -> Iterator[tuple[str, torch.Tensor | FlatPart]]:
+) -> Iterator[tuple[str, torch.Tensor | Part]]:
     """Yields (parameter name, master) of an optimizer that steps wider copies, and shows them as `masters`."""
     names = parameter_names(model)
     for part in as_list(optimizer):

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from samerun.train.agree import collective_device, distinct, world
+from samerun.train.boxpart import BoxPart, Part
 from samerun.train.flatpart import is_partitioned, partitioned_part
-from samerun.train.named import named_parameters
+from samerun.train.named import named_buffers, named_parameters
 from samerun.train.shards import local_shard
 
 if TYPE_CHECKING:
@@ -20,7 +21,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 _NOBODY = 2**62
+_FULL_BYTES = 4
 _ROW_ELEMENTS = 4096
+
+QUIET = 1e-5
+"""An element whose gradient is below this part of its tensor's root mean square, and not zero, is hardly but rounding.
+
+So it is with the key's part of a fused bias, which softmax cancels. Adam scales such a gradient up to a full step, in a
+direction that another order of additions changes; its tensor's other elements agree to seven digits."""
 
 
 class ParameterNorms:
@@ -44,8 +52,16 @@ class ParameterNorms:
     @classmethod
     def of(cls, model: nn.Module | Sequence[nn.Module]) -> Self:
         """Reads a model's parameters. Collective: every rank calls it, outside a forward pass."""
+        return cls._of(named_parameters(model))
+
+    @classmethod
+    def of_buffers(cls, model: nn.Module | Sequence[nn.Module]) -> Self:
+        """Reads a model's saved floating-point buffers, in place of its parameters. Collective, as above."""
+        return cls._of({name: value for name, value in named_buffers(model).items() if value.is_floating_point()})
+
+    @classmethod
+    def _of(cls, mine: Mapping[str, torch.Tensor]) -> Self:
         rank, _ = world()
-        mine = named_parameters(model)
         known: dict[str, bool] = {}
         for variant in distinct([[name, parameter.requires_grad] for name, parameter in mine.items()]):
             for name, trains in variant.value:
@@ -64,19 +80,72 @@ class ParameterNorms:
         """Returns copies of what this rank counts of `names`: its memory cost. Local."""
         return {name: local.clone() for name, local in self._locals(names).items()}
 
-    def squared_change(self, before: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def quiet(self, names: Iterable[str], squared_gradients: Sequence[float]) -> dict[str, torch.Tensor]:
+        """Returns which elements of what this rank counts have a gradient that is hardly more than rounding. Local.
+
+        Args:
+            names: the parameters to look at.
+            squared_gradients: of all parameters, added over ranks.
+
+        Returns:
+            Masks, of the parameters that have such elements. None in half precision, where bands are wider than that.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for name in names:
+            gradient = self._mine[name].grad if name in self._counted else None
+            elements = 0 if gradient is None else math.prod(gradient.shape)
+            if gradient is None or not elements:
+                continue
+            local = local_part(gradient, self._rank)  # cut otherwise than its parameter, the mask fits nothing
+            if local.element_size() < _FULL_BYTES:
+                continue
+            size = local.abs()
+            limit = QUIET * math.sqrt(squared_gradients[self._index[name]] / elements)
+            mask = (size < limit) & (size > 0)
+            if bool(mask.any()):
+                found[name] = mask
+        return found
+
+    def squared_change(
+        self, before: Mapping[str, torch.Tensor], quiet: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns, for every parameter, this rank's part of the squared L2 norm of its change since `before`.
 
-        Overwrites `before`. Shape `(len(names),)`, float64, on the CPU. Local: `add_over_ranks` completes it.
+        Once of all its elements, once without the `quiet` ones. Overwrites `before`. Shape `(len(names),)` each,
+        float64, on the CPU. Local: `add_over_ranks` completes it.
         """
-        changes = ((name, _wide(before[name]).sub_(_wide(local))) for name, local in self._locals(before).items())
-        return self._squares(changes)
+        whole: dict[str, torch.Tensor] = {}
+        loud: dict[str, torch.Tensor] = {}
+        for name, local in self._locals(before).items():
+            change = _wide(before[name]).sub_(_wide(local))
+            whole[name] = loud[name] = squared_norm(change)
+            if name in quiet and quiet[name].shape == change.shape:
+                loud[name] = squared_norm(change.masked_fill_(quiet[name], 0))
+        return self._vector(whole), self._vector(loud)
 
     def squared_gradient(self) -> torch.Tensor:
         """Returns, for every parameter, this rank's part of the squared L2 norm of its gradient, as above. Local."""
-        gradients = {name: p.grad for name, p in self._mine.items() if p.grad is not None and name in self._counted}
-        parts = ((name, local_part(gradient, self._rank)) for name, gradient in gradients.items())
+        gradients = {name: gradient for name, p in self._mine.items() if (gradient := p.grad) is not None}
+        parts = ((name, local_part(g, self._rank)) for name, g in gradients.items() if self._is_counted(name, g))
         return self._squares(parts)
+
+    def _is_counted(self, name: str, gradient: torch.Tensor | BoxPart) -> bool:
+        own = gradient.counts if isinstance(gradient, BoxPart) else None
+        return name in self._counted if own is None else own
+
+    def squared_values(self) -> torch.Tensor:
+        """Returns, for every tensor, this rank's part of its own squared L2 norm, as above. Local."""
+        return self._squares(self._locals(self.names).items())
+
+    def squared_distance(self, others: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Returns this rank's part of the squared L2 distances to `others`, as above. Local.
+
+        Those that are cut in another way than the parameter are left out.
+        """
+        pairs = {name: (local, local_part(others[name], self._rank)) for name, local in self._locals(others).items()}
+        return self._squares(
+            (name, _wide(a) - _wide(b).to(a.device)) for name, (a, b) in pairs.items() if a.shape == b.shape
+        )
 
     def norms(self, squares: Sequence[float], names: Iterable[str]) -> dict[str, float]:
         """Returns the L2 norm of each of `names` from squares that were added over ranks."""
@@ -93,10 +162,12 @@ class ParameterNorms:
         return {name: local_part(self._mine[name], self._rank) for name in names if name in self._counted}
 
     def _squares(self, parts: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
+        return self._vector({name: squared_norm(part) for name, part in parts})
+
+    def _vector(self, found: Mapping[str, torch.Tensor]) -> torch.Tensor:
         import torch
 
         squares = torch.zeros(len(self.names), dtype=torch.float64)
-        found = {name: squared_norm(part) for name, part in parts}
         if found:
             squares[[self._index[name] for name in found]] = torch.stack(list(found.values())).cpu().double()
         return squares
@@ -106,6 +177,8 @@ def local_part(tensor: Any, rank: int = 0) -> torch.Tensor:
     """Returns what this rank holds of a tensor, without its graph."""
     if is_partitioned(tensor):
         return partitioned_part(tensor, rank).local
+    if isinstance(tensor, Part):
+        return tensor.local
     detached = tensor.detach()
     return detached.to_local() if hasattr(detached, "to_local") else detached
 

@@ -140,6 +140,11 @@ class Recorder:
         return self._directory is not None
 
     @property
+    def closed(self) -> bool:
+        """Whether the trace has ended."""
+        return self._closed
+
+    @property
     def stage(self) -> str | None:
         """The stage that samerun launched this job for (load, eval, update, window, control), or None."""
         return self._launch.stage if self._launch else None
@@ -427,11 +432,17 @@ class Recorder:
             rank_rng=self._rank_rng,
             average=self._average,
         )
+        beside = self._measure_beside() if when == "end" else {}
         if self._rank == 0 and self._writer is not None:
             from samerun.train.settings import module_settings
 
-            body = captured.to_json() | ({"modules": module_settings(self._model)} if when == "loaded" else {})
+            body = captured.to_json() | ({"modules": module_settings(self._model)} if when == "loaded" else beside)
             self._writer.write("state", {"when": when, "update": self._update or 0, **body})
+
+    def _measure_beside(self) -> dict[str, Any]:
+        from samerun.train.beside import measure_beside
+
+        return {"beside": measure_beside(self._model, self._average)}
 
     def _count(self, update: int, facts: StepFacts) -> None:
         if facts.steps == 0:

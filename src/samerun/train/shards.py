@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from samerun.errors import Problem, UsageError
-from samerun.train.flatpart import FlatPart, is_partitioned, partitioned_part
+from samerun.train.boxpart import Part
+from samerun.train.flatpart import is_partitioned, partitioned_part
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,11 @@ class LocalShard:
         return cls(shape, tensor.detach(), tuple(((0, size),) for size in shape), rank)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The element type."""
+        return self.local.dtype
+
+    @property
     def num_elements(self) -> int:
         """Elements that this rank holds."""
         return self.local.numel()
@@ -79,7 +85,7 @@ class LocalShard:
                 yield tuple(start for start, _, _ in choice), part
 
 
-Shard = LocalShard | FlatPart
+Shard = LocalShard | Part
 
 
 def _with_local_start(intervals: Intervals) -> list[tuple[int, int, int]]:
@@ -91,13 +97,13 @@ def _with_local_start(intervals: Intervals) -> list[tuple[int, int, int]]:
     return rows
 
 
-def whole_shape(tensor: torch.Tensor | FlatPart) -> tuple[int, ...]:
+def whole_shape(tensor: torch.Tensor | Part) -> tuple[int, ...]:
     """Returns a tensor's global shape, also of a parameter that ZeRO 3 has partitioned."""
     held: Any = tensor
     return tuple(held.ds_shape if is_partitioned(tensor) else held.shape)
 
 
-def local_shard(tensor: torch.Tensor | FlatPart, *, rank: int = 0) -> Shard | None:
+def local_shard(tensor: torch.Tensor | Part, *, rank: int = 0) -> Shard | None:
     """Returns the part of `tensor` on this rank; None for a DTensor whose mesh this rank is not part of.
 
     Local: no communication. `rank` is this process's global rank.
@@ -106,7 +112,7 @@ def local_shard(tensor: torch.Tensor | FlatPart, *, rank: int = 0) -> Shard | No
         UsageError: for a DTensor whose placement is pending reduction or unknown, or whose local shape is not what
             its placements imply.
     """
-    if isinstance(tensor, FlatPart):
+    if isinstance(tensor, Part):
         return tensor
     if is_partitioned(tensor):
         return partitioned_part(tensor, rank)

@@ -82,6 +82,7 @@ class StepWatch:
         self._before: dict[str, torch.Tensor] | None = None
         self._gradient: torch.Tensor | None = None
         self._used: torch.Tensor | None = None
+        self._quiet: dict[str, torch.Tensor] = {}
         self._told_norm: float | None = None
         # What a step made now would use. The scheduler and the scaler may have moved on when the update is recorded.
         self._lr = tuple(learning_rates(self._optimizers))
@@ -117,6 +118,8 @@ class StepWatch:
                 self._before = self._norms.copy(names)
                 if not computes:
                     self._used = self._norms.squared_gradient()
+                    names = self._norms.names if self._all_next else self._watched
+                    self._quiet = self._norms.quiet(names, add_over_ranks(self._used.clone()))
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         import torch
@@ -134,6 +137,7 @@ class StepWatch:
         told += [
             optimizer.global_grad_norm() for optimizer in self._optimizers if hasattr(optimizer, "global_grad_norm")
         ]
+        told = [norm for norm in told if norm is not None]
         return told[0] if told else math.sqrt(squared)
 
     def take(self) -> StepFacts:
@@ -145,16 +149,17 @@ class StepWatch:
         moved = gradients = None
         if self._before is not None and self._used is not None:
             with torch.no_grad():
-                changes = self._norms.squared_change(self._before)
+                changes, loud = self._norms.squared_change(self._before, self._quiet)
             before = self._used if self._gradient is None else self._gradient
-            all_three = add_over_ranks(torch.cat([changes, before, self._used.sum().reshape(1)]))
-            squares, gradient = all_three[: len(changes)], all_three[len(changes) : -1]
+            every = add_over_ranks(torch.cat([changes, loud, before, self._used.sum().reshape(1)]))
+            count = len(changes)
+            squares, changed, gradient = every[:count], every[count : 2 * count], every[2 * count : -1]
             grad_norm, update_norm = self._gradient_norm(math.fsum(gradient)), math.sqrt(math.fsum(squares))
-            deltas = self._norms.norms(squares, self._watched)
-            keeps_gradients = any(hasattr(optimizer, "global_grad_norm") for optimizer in self._optimizers)
-            step_norm = None if keeps_gradients else math.sqrt(all_three[-1])
+            deltas = self._norms.norms(changed, self._watched)
+            keeps_gradients = any(getattr(optimizer, "keeps_gradients", False) for optimizer in self._optimizers)
+            step_norm = None if keeps_gradients else math.sqrt(every[-1])
             if self._all_next:
-                moved = self._norms.norms(squares, self._norms.names)
+                moved = self._norms.norms(changed, self._norms.names)
                 if not keeps_gradients:
                     gradients = self._norms.norms(gradient, self._norms.trainable)
                 self._all_next = False

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from samerun.core.plain import MISSING, same_plain
+from samerun.core.tolerance import deviation
 from samerun.errors import Problem, Severity
 from samerun.verify.observed import Observed
 
@@ -57,6 +58,63 @@ def check_ending(control: Span, candidate: Span, stage: str, *, optimizer: bool 
     ]
     if candidate.loaded is not None:
         problems += _check_edited(candidate.loaded, candidate.end, stage)
+    return problems
+
+
+def check_beside(
+    controls: Sequence[Body], candidate: Body | None, stage: str, *, floor: float, factor: float
+) -> list[Problem]:
+    """Compares how far the average of the model lies from it, and the norms of buffers, after the window.
+
+    Both follow the parameters, so that their deviations are those of many updates: the limit is `factor` times what the
+    controls differ by, and at least ten times the `floor` of one tensor's change. A buffer outside is a warning: some
+    are statistics of one rank's own samples, which another layout deals otherwise.
+
+    Args:
+        controls: the end states of the controls, the reference first.
+        candidate: that of the moved job.
+        stage: for the findings' place.
+        floor: of `parameter_delta`. factor: of the same.
+    """
+    told = [body["beside"] for body in (*controls, candidate) if body is not None and body.get("beside")]
+    if candidate is None or not candidate.get("beside") or len(told) < 2:
+        return []
+    reference, *others, found = told
+
+    def limit(values: Sequence[float]) -> float:
+        return max(10 * floor, factor * max((deviation(values[0], value) for value in values[1:]), default=0.0))
+
+    problems: list[Problem] = []
+    lags = [each["average_lag"] for each in (reference, *others) if each["average_lag"] is not None]
+    lag = found["average_lag"]
+    if lags and lag is not None and (distance := deviation(lags[0], lag)) > (most := limit(lags)):
+        problems.append(
+            Problem(
+                "SR-UPD-LAG",
+                "after the window the average of the model lies at another distance from it than the control's",
+                where={"stage": stage, "key": "average"},
+                expected=f"{lags[0]:.9g} within {most:.3g}",
+                found=f"{lag:.9g}, a deviation of {distance:.3g}",
+                hint="it decays at another rate: one that is computed from ranks, samples or passes, or its update is "
+                "called another number of times",
+            )
+        )
+    for name, expected in reference["buffers"].items():
+        values = [expected, *(other["buffers"].get(name, expected) for other in others)]
+        norm = found["buffers"].get(name)
+        if norm is not None and deviation(expected, norm) > limit(values):
+            problems.append(
+                Problem(
+                    "SR-UPD-BUFFER",
+                    f"after the window the buffer {name} has another norm than in the control",
+                    Severity.WARNING,
+                    where={"stage": stage, "tensor": f"buffer:{name}"},
+                    expected=f"{expected:.9g} within {limit(values):.3g}",
+                    found=f"{norm:.9g}",
+                    hint="right for statistics of one rank's own samples; otherwise its momentum, or what it follows, "
+                    "changed with the move",
+                )
+            )
     return problems
 
 

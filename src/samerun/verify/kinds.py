@@ -56,11 +56,13 @@ KINDS: Mapping[str, str] = {
     "SR-UPD-FROZEN-MOVED": "tied, frozen, never stepped",
     "SR-UPD-NONFINITE": "dtype and masters",
     "SR-UPD-REPLICA": "after load",
-    "SR-UPD-AVERAGE": "averages of the model",
     "SR-UPD-SETTING": "parameter groups",
     "SR-UPD-COUNTER": "counters",
     "SR-UPD-TENSOR": "tied, frozen, never stepped",
     "SR-UPD-BUFFER": "after load",
+    "SR-UPD-AVERAGE": "averages of the model",
+    "SR-UPD-LAG": "averages of the model",
+    "SR-LOAD-UNSEEN": "averages of the model",
 }
 """Beginnings of codes; the longest that fits counts."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from samerun.core.plain import MISSING, differing_paths, is_opaque, plain
 from samerun.errors import Problem, Severity
 from samerun.verify.generators import saved_digests
@@ -51,7 +53,7 @@ def check_scheduler(loaded: Loaded) -> list[Problem]:
     found = loaded.found.get("scheduler")
     declared = loaded.declared("schedule")
     if saved is None:
-        return []
+        return _check_unsaved(loaded, found, declared)
     if found is None:
         return [
             Problem(
@@ -66,6 +68,31 @@ def check_scheduler(loaded: Loaded) -> list[Problem]:
         ]
     expected = plain(dict(saved), "scheduler")
     return _leaf_problems("SR-LOAD-SCHED", "scheduler", expected, found, declared, "the schedule would go on elsewhere")
+
+
+def _check_unsaved(loaded: Loaded, found: Any, declared: Declared) -> list[Problem]:
+    """A schedule that was not saved and begins anew believes in other rates than the optimizer brought back."""
+    parts: list[Any] = found if isinstance(found, list) else [found]
+    believed = [rate for part in parts if isinstance(part, Mapping) for rate in _numbers(part.get("_last_lr"))]
+    rates: list[float] = loaded.found.get("learning_rates") or []
+    if len(believed) != len(rates) or np.allclose(believed, rates, rtol=1e-6, atol=0.0):
+        return []
+    return [
+        Problem(
+            "SR-LOAD-SCHED",
+            "the checkpoint holds no scheduler, and the job's has set other rates than the optimizer's groups have",
+            declared.severity,
+            where={"key": "scheduler"},
+            hint="it begins anew, with its warm-up: save scheduler.state_dict() with the checkpoint, or make it at its "
+            "position",
+            expected=rates,
+            found=believed,
+        )
+    ]
+
+
+def _numbers(value: Any) -> list[float]:
+    return [float(item) for item in cast("list[Any]", value)] if isinstance(value, list) else []
 
 
 def check_objects(loaded: Loaded) -> list[Problem]:

@@ -42,7 +42,8 @@ def check_tensors(loaded: Loaded) -> list[Problem]:
 
 def _check_missing(loaded: Loaded, resets: Resets) -> list[Problem]:
     hint = _renaming_hint(loaded)
-    return [
+    untold = _untold_average(loaded)
+    return _unseen(loaded, untold) + [
         Problem(
             "SR-LOAD-MISSING",
             "the checkpoint has this tensor, the job does not",
@@ -53,7 +54,31 @@ def _check_missing(loaded: Loaded, resets: Resets) -> list[Problem]:
             found="absent",
         )
         for key in loaded.match.missing
-        if not resets.covers(key) and not _master_of_loaded(loaded, key)
+        if not resets.covers(key) and not _master_of_loaded(loaded, key) and key not in untold
+    ]
+
+
+def _untold_average(loaded: Loaded) -> tuple[str, ...]:
+    """Returns the keys of a saved average of the model, if the job told of none: it may have restored it."""
+    if any(key.startswith("ema:") for key in loaded.found["tensors"]):
+        return ()
+    return tuple(key for key in loaded.match.missing if TensorKey.parse(key).role is Role.EMA)
+
+
+def _unseen(loaded: Loaded, keys: tuple[str, ...]) -> list[Problem]:
+    if not keys:
+        return []
+    return [
+        Problem(
+            "SR-LOAD-UNSEEN",
+            f"the checkpoint holds an average of the model ({len(keys)} tensors), and the job did not say what it "
+            "restored of it",
+            loaded.declared(declared_part(keys[0])).severity,
+            where={"tensor": keys[0]},
+            hint="give it to recorder.attach as average=...: no loss and no norm shows an average that is not restored",
+            expected=f"{len(keys)} tensors of an average",
+            found="none told",
+        )
     ]
 
 

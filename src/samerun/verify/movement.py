@@ -115,9 +115,8 @@ def check_end(control: Mapping[str, Any] | None, candidate: Mapping[str, Any] | 
                     hint="gradients are not reduced over every replica, or a replica started from other weights",
                 )
             )
-    masks = {
-        key: fact["digest"] for key, fact in (control or {}).get("tensors", {}).items() if key.startswith("buffer:")
-    }
+    before = (control or {}).get("tensors", {})
+    masks = {key: fact["digest"] for key, fact in before.items() if key.startswith("buffer:")}
     broken = sorted(
         key
         for key, fact in candidate.get("tensors", {}).items()

@@ -27,6 +27,7 @@ _NAME = "samerun-proof.json"
 _SCHEMA = "samerun/convert-proof/1"
 _MAX_BYTES = 1 << 30
 _SHOWN = 4
+_MOST_DIMENSIONS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,7 +140,7 @@ def _equal(
 def _digest_counter(checkpoint: Checkpoint, key: str, row: Mapping[str, Any], entry: TensorEntry) -> str | None:
     """Digests a step counter in the shape and type that the source kept it in: formats differ in both."""
     dtype, shape = DTYPES[row["dtype"]], tuple(row["shape"])
-    if any(size != 1 for size in shape):
+    if any(size != 1 for size in shape) or len(shape) > _MOST_DIMENSIONS:
         return None
     with np.errstate(all="ignore"):
         value = checkpoint.read(str(entry.key)).astype(numpy_dtype(dtype)).reshape(shape)

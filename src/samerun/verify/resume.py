@@ -53,6 +53,7 @@ def find_parts(state: LogicalState) -> dict[str, bool]:
     return {
         "params": roles[Role.PARAM] + roles[Role.MASTER] > 0,
         "buffers": roles[Role.BUFFER] > 0,
+        "masters": roles[Role.MASTER] > 0,
         "optimizer": roles[Role.OPTIM] > 0 or _stateless(state.groups),
         "groups": any(group.hyperparameters for group in state.groups),
         "scheduler": bool(state.scheduler),
@@ -281,11 +282,13 @@ def check_groups(state: LogicalState) -> list[Problem]:
                 hint="which learning rate and weight decay applies cannot be told",
             )
         )
-    problems += _check_hyperparameters(state.groups)
+    problems += _check_hyperparameters(state.groups, usual=state.format == "huggingface")
     return problems
 
 
-def _check_hyperparameters(groups: Sequence[ParamGroup]) -> list[Problem]:
+def _check_hyperparameters(groups: Sequence[ParamGroup], *, usual: bool) -> list[Problem]:
+    """Checks groups' settings and members. Trainer always makes a group without weight decay: it is `usual` that it is
+    empty where only matrices are trained (adapters)."""
     problems: list[Problem] = []
     every = sorted({name for group in groups for name in group.hyperparameters})
     for number, group in enumerate(groups):
@@ -293,11 +296,12 @@ def _check_hyperparameters(groups: Sequence[ParamGroup]) -> list[Problem]:
         if missing:
             problems.append(_hyperparameters_missing(number, missing, _has_its_own(group, groups)))
         if not group.params:
+            trainers = usual and len(groups) == 2 and group.hyperparameters.get("weight_decay") == 0
             problems.append(
                 Problem(
                     "SR-GROUP-EMPTY",
                     f"group {number} has no parameters",
-                    severity=Severity.WARNING,
+                    severity=Severity.NOTE if trainers else Severity.WARNING,
                     where={"key": f"param_groups.{number}"},
                     hint="its parameters may have been filed under another group, with that group's weight decay and "
                     "rate; compare with how the script builds the optimizer",

@@ -1,4 +1,4 @@
-"""Writes the checkpoints of this directory again, with the real averages of diffusers, timm and torch.
+"""Writes the checkpoints of this directory again, with the real averages of diffusers, timm, torch and mmengine.
 
     PYTHONPATH=src:tests python tests/golden/averages/generate.py
 
@@ -136,12 +136,43 @@ def hooked(truth: dict[str, dict[str, Any]]) -> None:
     truth["hooked"] = listed(average, unet)
 
 
+def swapped(truth: dict[str, dict[str, Any]]) -> None:
+    """What mmengine saves with its EMAHook: the average in the model's place."""
+    from mmengine.hooks import EMAHook
+    from mmengine.model import BaseModel
+    from mmengine.runner import Runner
+
+    class Model(BaseModel):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: torch.Tensor, mode: str) -> dict[str, torch.Tensor]:
+            return {"loss": self.net(x).square().mean()}
+
+    torch.manual_seed(1)
+    rows = [{"x": row} for row in torch.randn(15, 4)]
+    loader = {"batch_size": 5, "dataset": rows, "sampler": {"type": "DefaultSampler"}, "num_workers": 0}
+    loader["collate_fn"] = {"type": "default_collate"}
+    hook = EMAHook(momentum=1 - DECAY)
+    runner = Runner(
+        model=Model(), work_dir="/tmp/run", train_dataloader=loader, train_cfg={"by_epoch": False, "max_iters": 3},
+        optim_wrapper={"optimizer": {"type": "AdamW", "lr": 1e-2, "foreach": False}}, custom_hooks=[hook],
+        default_hooks={"checkpoint": {"type": "CheckpointHook", "interval": 3, "by_epoch": False}},
+        experiment_name="run", default_scope="mmengine", log_level="ERROR",
+    )  # fmt: skip
+    runner.train()
+    shutil.copy("/tmp/run/iter_3.pth", HERE / "mmengine.pth")
+    held = {f"param:{name}": value.detach().numpy().copy() for name, value in runner.model.named_parameters()}
+    truth["mmengine.pth"] = named(hook.ema_model.module) | held
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     for name in ("registered", "hooked"):
         shutil.rmtree(HERE / name, ignore_errors=True)
     truth: dict[str, dict[str, Any]] = {}
-    for make in (files, registered, hooked):
+    for make in (files, registered, hooked, swapped):
         make(truth)
     flat = {f"{file}/{key}": value for file, tensors in truth.items() for key, value in tensors.items()}
     np.savez_compressed(HERE / "truth.npz", **flat)

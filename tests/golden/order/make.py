@@ -303,6 +303,49 @@ def megatron_schedules(path: Path) -> list[dict[str, Any]]:
     return cases
 
 
+# --- The Trainer's schedules -----------------------------------------------------------------------------------------
+
+
+SCHEDULES: list[tuple[str, dict[str, Any]]] = [
+    ("constant", {}),
+    ("constant_with_warmup", {}),
+    ("linear", {}),
+    ("cosine", {}),
+    ("cosine", {"num_cycles": 1.25}),
+    ("cosine_with_restarts", {"num_cycles": 3}),
+    ("polynomial", {"lr_end": 1e-5, "power": 1.7}),
+    ("inverse_sqrt", {}),
+    ("inverse_sqrt", {"timescale": 9}),
+    ("cosine_with_min_lr", {"min_lr": 1e-4}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.2}),
+    ("warmup_stable_decay", {"num_decay_steps": 8}),
+    ("warmup_stable_decay", {"num_decay_steps": 6, "num_stable_steps": 9, "min_lr_ratio": 0.1, "decay_type": "1-sqrt"}),
+    ("warmup_stable_decay", {"num_decay_steps": 7, "warmup_type": "cosine", "decay_type": "linear"}),
+    ("warmup_stable_decay", {"num_decay_steps": 7, "warmup_type": "1-sqrt"}),
+]
+
+
+def all_trainer_schedules() -> list[dict[str, Any]]:
+    """Returns the cases of trainer_schedule.json: rates of two groups in 30 updates, and the state after 7."""
+    from transformers import get_scheduler
+
+    cases = []
+    for kind, more in SCHEDULES:
+        for warm_up in (0, 5):
+            groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (2e-3, 5e-4)]
+            optimizer = torch.optim.SGD(groups, lr=2e-3)
+            scheduler = get_scheduler(kind, optimizer, warm_up, 25, scheduler_specific_kwargs=dict(more))
+            rates, state = [], {}
+            for update in range(30):
+                if update == 7:
+                    state = {name: value for name, value in scheduler.state_dict().items() if name != "lr_lambdas"}
+                rates.append([group["lr"] for group in optimizer.param_groups])
+                optimizer.step()
+                scheduler.step()
+            cases.append({"kind": kind, "more": more, "warm_up": warm_up, "total": 25, "rates": rates, "state": state})
+    return cases
+
+
 # --- Every file ------------------------------------------------------------------------------------------------------
 
 
@@ -345,7 +388,12 @@ def all_trainer() -> list[dict[str, Any]]:
     return cases
 
 
-FILES = {"torchdata": all_torchdata, "accelerate": all_accelerate, "trainer": all_trainer}
+FILES = {
+    "torchdata": all_torchdata,
+    "accelerate": all_accelerate,
+    "trainer": all_trainer,
+    "trainer_schedule": all_trainer_schedules,
+}
 
 
 def write(file: Path, body: Any) -> None:
@@ -359,7 +407,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--megatron", type=Path, help="Megatron's data_samplers.py")
     parser.add_argument("--megatron-scheduler", type=Path, help="Megatron's optimizer_param_scheduler.py")
-    parser.add_argument("--only", default="accelerate,torchdata,trainer,megatron,schedule")
+    parser.add_argument("--only", default="accelerate,torchdata,trainer,trainer_schedule,megatron,schedule")
     parser.add_argument("--into", type=Path, default=HERE, help="folder of the files (default: beside this script)")
     arguments = parser.parse_args()
     only = arguments.only.split(",")

@@ -128,6 +128,35 @@ def trainer(folder: Path) -> None:
     keep(folder, truth)
 
 
+def adapters(folder: Path) -> None:
+    """Trainer with peft: adapters and a whole output layer are trained and saved, the base model is not."""
+
+    def write(rank: int, world_size: int) -> Any:
+        rendezvous(world_size)
+        from peft import LoraConfig, get_peft_model
+        from transformers import Trainer, TrainingArguments
+
+        chosen = LoraConfig(r=3, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
+        arguments = TrainingArguments(
+            output_dir="run", per_device_train_batch_size=1, max_steps=4, save_steps=4, learning_rate=1e-2,
+            weight_decay=0.1, use_cpu=True, report_to=[], disable_tqdm=True, seed=11,
+        )  # fmt: skip
+        model = llama()
+        model.config.tie_word_embeddings = False
+        runner = Trainer(model=get_peft_model(model, chosen), args=arguments, train_dataset=Tokens())
+        runner.train()
+        truth = full_truth(runner.model, runner.optimizer)
+        trained = {name for name, value in runner.model.named_parameters() if value.requires_grad}
+        names = {key: key.removeprefix("param:").partition(":")[2] or key.removeprefix("param:") for key in truth}
+        kept = {key: value for key, value in truth.items() if names[key] in trained}
+        return {key.replace(".default", "").replace(".modules_to_save", ""): value for key, value in kept.items()}
+
+    with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
+        truth = run_ranks(2, write, timeout=500)[0]
+        shutil.copytree("run/checkpoint-4", folder / "checkpoint-4", ignore=shutil.ignore_patterns("README.md"))
+    keep(folder, truth)
+
+
 # ---- Accelerate ----
 
 
@@ -273,6 +302,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "shards": shards,
     "shards-object": shards_with_object,
     "trainer": trainer,
+    "adapters": adapters,
     "accelerate": accelerate_ddp,
     "accelerate-local": accelerate_local,
     "lightning": lightning_file,

@@ -150,10 +150,12 @@ def _sample_options(question: _Question) -> Iterator[BatchOption]:
         fewer = _fewer(question)
         if fewer is not None and (uniform is None or fewer.passes < uniform.passes):
             yield question.option("fewer-replicas", fewer, "equal microbatches on as many replicas as divide the batch")
-        for dealing, reason in _neighbours(question):
-            yield question.option("changed-batch", dealing, reason)
+    changed = {} if even.is_uniform else dict(_neighbours(question))
     if (kept := _kept_accumulation(question)) is not None:
-        yield question.option("changed-batch", *kept)
+        dealing, reason = kept
+        changed[dealing] = f"{changed[dealing]}, and {reason}" if dealing in changed else reason
+    for dealing, reason in changed.items():
+        yield question.option("changed-batch", dealing, reason)
 
 
 def _uniform(global_batch: int, replicas: int, max_microbatch: int) -> Dealing | None:

@@ -13,6 +13,7 @@ from samerun.core.dtype import DTYPES, DType
 from samerun.core.state import LogicalState, ParamGroup, RecordedProgress, Role, TensorEntry, TensorKey, Tiling
 from samerun.errors import CorruptCheckpoint, FormatError, Problem, Severity
 from samerun.formats.base import coverage_problems
+from samerun.formats.dcp.averages import find_lists, name_list
 from samerun.formats.dcp.optimizer import MASTER_SLOTS, Optimizer, find_roots, read_optimizer
 from samerun.formats.dcp.roles import Models, find_models, infer_role, usual_pieces
 from samerun.formats.dcp.sections import plant, recognise
@@ -74,9 +75,10 @@ class _Assembly:
         groups = self.add_groups(optimizers, models)
         known = self.add_slots(optimizers, models) | {fqn for group in groups for fqn in group.params}
         self.add_models(models, known, groups)
-        objects = self.read_objects(claimed, models.rest)
+        rest = self.add_averages(models, groups)
+        objects = self.read_objects(claimed, rest)
         tree = plant((self._paths[name], value) for name, value in objects.items())
-        self.problems.extend(_loose_coverage(models.rest))
+        self.problems.extend(_loose_coverage(rest))
         sections = recognise(tree)
         self.problems.extend(sections.problems)
         ties = find_ties(self.tensors, self.stored, frozenset(known), bool(optimizers), self.items)
@@ -204,6 +206,17 @@ class _Assembly:
                 continue
             role, inferred = infer_role(model, frozenset(known), groups_known=bool(groups), usual_pieces=usual)
             self.add(TensorKey(role, model.fqn), model.item, inferred=inferred)
+
+    def add_averages(self, models: Models, groups: tuple[ParamGroup, ...]) -> list[StoredTensor]:
+        """Adds averages that were saved as lists. Returns the tensors that belong to no model after that."""
+        taken: set[str] = set()
+        for name, tensors in find_lists(models.rest).items():
+            names, problems = name_list(name, tensors, models.tensors, groups)
+            self.problems.extend(problems)
+            for fqn, tensor in zip(names, tensors, strict=True):
+                self.add(TensorKey(Role.EMA, fqn), tensor)
+                taken.add(tensor.name)
+        return [tensor for tensor in models.rest if tensor.name not in taken]
 
     def read_objects(self, claimed: frozenset[str], rest: Iterable[StoredTensor]) -> dict[str, Any]:
         names = [item.name for item in self.index.objects if item.name not in claimed]

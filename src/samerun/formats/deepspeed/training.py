@@ -125,11 +125,13 @@ def check_parallel(state: LogicalState, layout: Layout | None, target: str) -> l
     fqns = [entry.key.fqn for entry in state.tensors.values() if entry.key.role is Role.PARAM]
     own = state.format in OWN_FORMATS
     held = state.topology.layout
-    if own and held is not None and held.pp > 1 and any(_LAYER.match(fqn) for fqn in fqns):
+    pipeline = own and any(_LAYER.match(fqn) for fqn in fqns)
+    staged = pipeline and target == "universal"  # its folders have the pipeline's names, at any number of stages
+    if pipeline and held is not None and held.pp > 1 and not staged:
         problems.append(_parallel("the source is a DeepSpeed pipeline, whose layers lie in files of their own", target))
     if any(_EXPERT.search(fqn) for fqn in fqns) or (own and held is not None and held.ep > 1):
         problems.append(_parallel("the source has DeepSpeed's experts, which lie in files of their own", target))
-    if layout is not None and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
+    if layout is not None and (layout.tp, 1 if staged else layout.pp, layout.ep) != (1, 1, 1):
         problems.append(_parallel(f"the destination {layout} is cut by tensor, pipeline or expert parallelism", target))
     return problems
 
@@ -137,7 +139,7 @@ def check_parallel(state: LogicalState, layout: Layout | None, target: str) -> l
 def _parallel(what: str, target: str) -> Problem:
     return Problem(
         "SR-DSW-PARALLEL",
-        f"{what}; `{target}` is written for data parallelism only",
+        f"{what}; `{target}` is not written for that",
         hint="no engine would load it, so --allow does not help. Convert to dcp or safetensors, which hold every "
         "tensor whole under its name, and load from there",
     )
@@ -149,6 +151,9 @@ def _groups(source: WriteSource, training: Training, owners: Mapping[str, str], 
     unknown: list[str] = []
     stateless: list[str] = []
     for number, group in enumerate(state.groups):
+        if not group.params:  # FSDP1's ranks have such; DeepSpeed takes them out of an optimizer when it starts
+            training.dropped[f"group {number}"] = "it has no parameters"
+            continue
         members: list[Trained] = []
         for fqn in dict.fromkeys(owners.get(name, name) for name in group.params):
             weights = state.tensors.get(f"param:{fqn}")
@@ -165,6 +170,7 @@ def _groups(source: WriteSource, training: Training, owners: Mapping[str, str], 
         training.problems.append(_groupless(unknown, target))
     if stateless:
         training.problems.append(_stateless(stateless))
+        training.dropped |= dict.fromkeys((f"param:{fqn} in a group" for fqn in stateless), "it is taken as frozen")
     kinds = {member.weights.dtype.name for group in training.groups for member in group.members}
     sixteen = sorted(kinds & set(_SIXTEEN))
     if sixteen:

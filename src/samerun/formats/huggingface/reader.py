@@ -37,6 +37,7 @@ WEIGHTS = (
     "adapter_model.safetensors", "adapter_model.bin", "pytorch_model_fsdp.bin",
 )  # fmt: skip
 _NUMBERED = re.compile(r"(?:model|pytorch_model)-\d{5}-of-\d{5}\.(?:safetensors|bin)")
+_RNG_OF_ALL = "rng_state.pth"  # of a run of one process, as Trainer took itself for
 _INNER = re.compile(r"pytorch_model_fsdp_\d+|global_step\d+|optimizer_\d+")
 
 
@@ -119,7 +120,8 @@ def _add_rng(path: Path, trainer: Trainer, saved: SavedState, files: MappedFiles
         saved.rng[file.stem] = open_beside(file, saved, files)
     known = trainer.world_size or 0
     own = {rank: file for rank, file in found.items() if not known or rank < known}  # others are stale: `check_trainer`
-    saved.problems += check_ranks_of(own, "the generator state", max(known, saved.topology.world_size or 0))
+    if any(file.name != _RNG_OF_ALL for file in own.values()):
+        saved.problems += check_ranks_of(own, "the generator state", max(known, saved.topology.world_size or 0))
     world = trainer.world_size or (max(found) + 1 if found else None)
     recorded = saved.topology.world_size is not None and saved.topology.inferred is None  # by a checkpoint inside
     if world is not None and not recorded:

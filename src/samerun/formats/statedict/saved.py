@@ -25,6 +25,7 @@ from samerun.formats.statedict.recognise import (
     split_average_list,
 )
 from samerun.formats.statedict.stored import Stored
+from samerun.formats.statedict.swapped import swap_back
 from samerun.formats.torchfile.unpickle import Inert
 
 _DEPTH = 4
@@ -70,6 +71,9 @@ class SavedState:
 
 def sort_tree(tree: Any, saved: SavedState, prefix: str = "") -> None:
     """Sorts a nested value into the parts of `saved`. A value that is a state dict as a whole is the model."""
+    tree, swapped = swap_back(tree)
+    if swapped is not None:
+        saved.problems.append(swapped)
     if is_module(tree):
         saved.models.append(_module(prefix, tree))
     elif is_state_dict(tree) and not is_loader("", tree):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,11 @@ from samerun.formats.zero.directory import (
     read_directory,
 )
 from samerun.stores.local import MappedFiles
+
+_ON_NODES = (
+    "the run kept its checkpoints on each node's own disk (use_node_local_storage): what is not here lies on other "
+    "nodes. Gather the files of all nodes into one directory; names do not clash, the model file is the same on each"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,6 +236,8 @@ def _check_files(
         if (mp, dp) not in held:
             path = directory.root / model_name(mp, dp)
             problems.append(missing_file(path, f"the model file of {_rank_text(mp, dp)} is not there"))
+    if any(as_dict(model.config.get("checkpoint")).get("use_node_local_storage") is True for model in models.values()):
+        problems = [replace(problem, hint=_ON_NODES) for problem in problems]
     by_rank = [name for name in (*directory.models, *optims) if stage == 3 or name in optims]
     return [*problems, *check_stale(directory, by_rank, degrees.dp)]
 

@@ -1,15 +1,17 @@
-"""The curves of jobs as TensorBoard event files: controls and candidates as runs beside one another.
+"""The curves of jobs for other tools: controls and candidates as runs beside one another.
 
 One run per job, one series per quantity, a step per update: `loss`, `grad_norm`, `update_norm`, `learning_rate/N` of
-each parameter group, `loss_scale`, `samples` and `tokens` of the global batch. Needs the package `tensorboard`.
+each parameter group, `loss_scale`, `samples` and `tokens` of the global batch. A writer per tool has a module beside
+this one. Nothing is sent anywhere: each writes the files from which its tool shows runs or sends them.
 """
-# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
@@ -20,6 +22,9 @@ from samerun.verify.observed import ObservedUpdate
 
 Curves = Mapping[str, Sequence[ObservedUpdate]]
 
+TOOLS = ("tensorboard", "wandb", "mlflow")
+"""Each is a package, an extra of samerun's, a module here whose name ends in `_runs`, and an option of two verbs."""
+
 
 def curves_of(model: ReportModel) -> Curves:
     """Returns the updates of every job in a run directory by a name for its run, such as `candidate-window`."""
@@ -27,42 +32,28 @@ def curves_of(model: ReportModel) -> Curves:
     return {job.name.replace(" ", "-"): job.observed.updates for job in jobs if job.observed.updates}
 
 
-def write_events(curves: Curves, folder: Path, *, began: float) -> list[Path]:
-    """Writes one directory per run into `folder`, which appears whole or not at all, and returns them.
+def write_curves(curves: Curves, folder: Path, *, to: str, began: float) -> list[Path]:
+    """Writes the runs into `folder`, which appears whole or not at all, and returns where each lies.
 
     Args:
         curves: updates by the name of their run.
-        folder: where TensorBoard is to look (`tensorboard --logdir`); may not exist.
-        began: seconds since the epoch at which the jobs count as begun; an event lies as long after it as its update.
+        folder: where the tool is to look; may not exist.
+        to: one of `TOOLS`.
+        began: seconds since the epoch at which the jobs count as begun.
 
     Raises:
         UsageError: if the package is missing, the folder exists (SR-REPORT-EVENTS), or there is nothing to draw.
     """
-    _require(curves, folder)
-    partial = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.resolve().parent))
+    _require(curves, folder, to)
+    folder = folder.resolve()
+    partial = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        for name, updates in curves.items():
-            _write_run(partial / name, updates, began)
+        places = import_module(f"samerun.report.{to}_runs").write(curves, partial, folder, began)
         partial.chmod(0o777 & ~_umask())
         os.rename(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return [folder / name for name in curves]
-
-
-def _write_run(folder: Path, updates: Sequence[ObservedUpdate], began: float) -> None:
-    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-    writer = EventFileWriter(str(folder))
-    try:
-        for item in updates:
-            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in series(item)]
-            when = began + (item.seconds or 0.0)
-            writer.add_event(Event(wall_time=when, step=item.update, summary=Summary(value=values)))
-    finally:
-        writer.close()
+    return [folder / place for place in places]
 
 
 def series(item: ObservedUpdate) -> Iterator[tuple[str, float]]:
@@ -79,12 +70,27 @@ def series(item: ObservedUpdate) -> Iterator[tuple[str, float]]:
     yield from ((tag, float(value)) for tag, value in numbers.items() if value is not None)
 
 
-def _require(curves: Curves, folder: Path) -> None:
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Sets variables of the environment, which is where these tools look before anything else, for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _require(curves: Curves, folder: Path, to: str) -> None:
     problems: list[Problem] = []
     where = {"file": str(folder)}
-    if find_spec("tensorboard") is None:
-        hint = "pip install 'samerun[tensorboard]'"
-        problems.append(Problem("SR-REPORT-EVENTS", "the package tensorboard is missing", where=where, hint=hint))
+    if find_spec(to) is None:
+        hint = f"pip install 'samerun[{to}]'"
+        problems.append(Problem("SR-REPORT-EVENTS", f"the package {to} is missing", where=where, hint=hint))
     if os.path.lexists(folder):
         hint = "name a new directory: older curves under it would mix with these"
         problems.append(Problem("SR-REPORT-EVENTS", "something is there already", where=where, hint=hint))

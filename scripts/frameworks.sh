@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Makes the environment in .venv-trainers in which the tests of trainers and other frameworks run. Does nothing when it
+# is already there and nothing that it is made from has changed.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+export SAMERUN_VENV="$here/../.venv-trainers" SAMERUN_MORE="$here/../requirements/frameworks.txt"
+export DS_ACCELERATOR=cpu DS_BUILD_OPS=0 # DeepSpeed would build kernels for GPUs
+. "$here/bootstrap.sh"

@@ -1,0 +1,118 @@
+"""Megatron-core: distributed checkpoints moved to other tensor, pipeline and data ranks, and broken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.moves import Move, codes, new_move, wrongly
+from support.warm_ranks import warm_launches
+
+pytest.importorskip("megatron.core")
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
+
+UNEVEN = ("--decoder-first-pipeline-num-layers", "1")
+DEGREES = "--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
+ARGUMENTS = f"{DEGREES} --micro-batch-size {{max_microbatch}} --train-iters 100 --load {{checkpoint}}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[None]:
+    """Every job of this module forks its ranks from one process that has the framework imported."""
+    with warm_launches("megatron.core", "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer"):
+        yield
+
+
+def prepare(folder: Path, source: str, to: str, *flags: str) -> Move:
+    """Trains 12 samples an update at the layout `source` and drafts a move to the layout `to`."""
+    moved = new_move(folder, "megatron")
+    degrees = {"tp": 1, "pp": 1, "dp_shard": 1} | {
+        axis: int(size) for axis, size in (part.split("=") for part in source.split(","))
+    }
+    ranks = degrees["tp"] * degrees["pp"] * degrees["dp_shard"]
+    moved.train(ranks, *DEGREES.format(**degrees).split(), "--train-iters", 8, "--save", "saved", *flags)
+    moved.draft(
+        *("saved", source, to, " ".join((ARGUMENTS, *flags))),
+        batch__global_batch=12,
+        batch__max_microbatch=2,
+        run__optimizer="FusedAdam",
+        progress__scheduler=None,
+        run__precision="bfloat16" if "--bf16" in flags else "float32",
+    )
+    return moved
+
+
+def move(folder: Path, source: str, to: str, *flags: str, convert: bool = False) -> Move:
+    """Trains and moves the run."""
+    moved = prepare(folder, source, to, *flags)
+    if convert:
+        text = moved.manifest.read_text()
+        kept = [line for line in text.splitlines() if not line.startswith("convert:")]
+        moved.manifest.write_text("\n".join([*kept, "convert: {to: megatron}", ""]))
+    result = moved.run()
+    assert result.verdict.decision == "promote", wrongly(result)
+    return moved
+
+
+@pytest.fixture(scope="module")
+def without_tensor_parallelism(tmp_path_factory: pytest.TempPathFactory) -> Move:
+    """Two tensor-parallel ranks to one, promoted."""
+    return move(tmp_path_factory.mktemp("tp"), "tp=2", "tp=1")
+
+
+@pytest.fixture(scope="module")
+def without_stages(tmp_path_factory: pytest.TempPathFactory) -> Move:
+    """Two pipeline stages, of one layer and of two, to one; promoted."""
+    return move(tmp_path_factory.mktemp("pp"), "pp=2", "pp=1", *UNEVEN, "--untie-embeddings-and-output-weights")
+
+
+@pytest.fixture(scope="module")
+def on_three_replicas(tmp_path_factory: pytest.TempPathFactory) -> Move:
+    """The distributed optimizer on two ranks to three, with fp32 masters; promoted."""
+    return move(tmp_path_factory.mktemp("dp"), "dp_shard=2", "dp_shard=3", "--bf16")
+
+
+def test_a_checkpoint_that_megatron_does_not_move(tmp_path: Path) -> None:
+    """Flat optimizer state, which Megatron loads at the degree of tensor parallelism that wrote it, is rewritten."""
+    moved = move(tmp_path, "tp=2", "tp=1", "--optimizer-encoding", "dp_reshardable", convert=True)
+    assert "dp_reshardable" in moved.samerun("inspect", "saved", "--json")
+
+
+def test_what_megatron_itself_saves_wrong(tmp_path: Path) -> None:
+    """An embedding that two stages share has a bucket of its own, and 0.16.1 then shifts the state behind it."""
+    result = prepare(tmp_path, "pp=2", "pp=1", *UNEVEN).run()
+    assert "SR-MEG-MASTER" in codes(result), wrongly(result)
+    assert result.verdict.decision != "promote"
+
+
+def test_an_optimizer_that_is_not_restored(without_tensor_parallelism: Move, tmp_path: Path) -> None:
+    result = without_tensor_parallelism.copy(tmp_path / "move").run(fault="megatron-forget-optimizer", stage="03-load")
+    assert result.verdict.decision == "reject"
+    assert "SR-LOAD-OPT-RESET" in codes(result), wrongly(result)
+
+
+def test_halves_joined_the_wrong_way(without_tensor_parallelism: Move, tmp_path: Path) -> None:
+    result = without_tensor_parallelism.copy(tmp_path / "move").run(fault="megatron-swap-halves", stage="03-load")
+    assert result.verdict.decision == "reject"
+    assert codes(result) == {"SR-LOAD-PARAM"}, wrongly(result)
+    assert all("linear_fc1" in problem.where["tensor"] for problem in result.verdict.reasons)
+
+
+def test_layers_in_the_wrong_order(without_stages: Move, tmp_path: Path) -> None:
+    result = without_stages.copy(tmp_path / "move").run(fault="megatron-swap-layers", stage="03-load")
+    assert result.verdict.decision == "reject"
+    assert codes(result) == {"SR-LOAD-PARAM"}, wrongly(result)
+
+
+def test_a_step_too_many(on_three_replicas: Move, tmp_path: Path) -> None:
+    result = on_three_replicas.copy(tmp_path / "move").run(fault="megatron-miscount-steps", stage="03-load")
+    assert result.verdict.decision == "reject"
+    assert codes(result) == {"SR-LOAD-STEP"}, wrongly(result)
+
+
+def test_data_that_begins_again(on_three_replicas: Move, tmp_path: Path) -> None:
+    result = on_three_replicas.copy(tmp_path / "move").run(fault="restart-data", stage="05-update")
+    assert result.verdict.decision == "reject"
+    assert "SR-SAMPLE-OMITTED" in codes(result), wrongly(result)
