@@ -145,7 +145,8 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
         *_rates(rows),
         "",
         *(f"`{size}`: {words}." for size, words in MODELS.items()),
-        "An abstention says that the two controls differ so much by themselves that no candidate could be judged.",
+        "An abstention says that the two controls differ so much by themselves that no candidate could be judged:",
+        "here, in low precision, by the norm of a gradient that leaps in one update.",
         "",
         "## Clean moves",
         "",
@@ -234,7 +235,7 @@ def _rates(rows: Sequence[dict[str, Any]]) -> list[str]:
             sum(row["verdict"] == "abstain" for row in clean),
             sum(row["verdict"] == "reject" for row in clean),
             f"{sum(map(as_it_should_be, broken))} of {len(broken)}",
-            f"{sum(map(points_right, broken))} of {told}" if told else "not recorded then",
+            f"{sum(map(points_right, broken))} of {told}" if told else "not recorded then" if broken else "none run",
         )
         lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
     return lines

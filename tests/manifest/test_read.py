@@ -175,6 +175,8 @@ UNWANTED_CHANGE = {"global_batch": 30, "learning_rate": {"policy": "keep"}, "rea
         ({"transition__label": "warm-start"}, "SR-MAN-TRANSITION", "transition.reason"),
         ({"control__trace": "x"}, "SR-MAN-CONTROL", "control.trace"),
         ({"control__repeats": 1}, "SR-MAN-CONTROL", "control.vary_microbatch"),
+        ({"control__oracle": "python train.py"}, "SR-MAN-CONTROL", "control.oracle"),
+        ({"window__at_least": 21}, "SR-MAN-WINDOW", "window.at_least"),
         ({"launch__source_command": "run"}, "SR-MAN-LAUNCH", "launch.source_command"),
     ],
 )
@@ -231,7 +233,7 @@ def test_any_value_can_be_a_question(asked: set[str]) -> None:
 def test_a_whole_section_can_be_a_question() -> None:
     document = parse_document(to_yaml(manifest_data(window="ASK: how long?")))
     assert document.problems == ()
-    assert document.questions[0].answers == "{updates?, log_every, eval_every}"
+    assert document.questions[0].answers == "{updates?, at_least?, log_every, eval_every}"
 
 
 @settings(deadline=None)

@@ -94,6 +94,14 @@ def test_samples_shared_by_replicas_come_before_the_size_that_they_make() -> Non
         assert verdict.first_divergence["code"] == first
 
 
+def test_what_the_last_state_shows_comes_after_the_updates_but_not_a_changed_setting() -> None:
+    late = Problem("SR-UPD-NONFINITE", "in update 15", where={"update": 15})
+    for code, first in (("SR-UPD-COUNTER", late.code), ("SR-UPD-SETTING", "SR-UPD-SETTING")):
+        verdict = decide("06-window", Problem(code, "at the end", where={"stage": "window"}), late)
+        assert verdict.first_divergence is not None
+        assert verdict.first_divergence["code"] == first
+
+
 def test_what_the_evidence_tells_of_the_kind_goes_before_the_code() -> None:
     told = Problem("SR-UPD-LOSS", "the loss", kind="data")
     for problem, kind in ((told, "data"), (replace(told, kind=None), "loss normalisation")):

@@ -366,6 +366,22 @@ def test_a_noisy_control_abstains_but_a_noisy_tensor_is_left_out() -> None:
     assert {band.tensor for band in kept if band.tensor} == {"embedding.weight", "frozen.weight"}
 
 
+def test_a_metric_that_becomes_noisy_late_is_judged_up_to_there_if_that_was_declared() -> None:
+    leap = make_observed(make_update(FIRST + 12, grad_norm=1.4), replicas=4)
+    bands = plan_bands(controls(leap), tolerances(), first_update=FIRST, num_updates=COUNT)
+    for at_least in (None, 13):
+        _, _, found = split_bands(bands, at_least=at_least)
+        assert [(p.code, p.severity) for p in found] == [("SR-CONTROL-NOISY", Severity.ERROR)]
+    kept, _, found = split_bands(bands, at_least=12)
+    assert [(p.code, p.severity) for p in found] == [("SR-CONTROL-PARTLY", Severity.WARNING)]
+    (band,) = [band for band in kept if band.metric == "grad_norm"]
+    assert (band.covers(FIRST + 11), band.covers(FIRST + 12)) == (True, False)
+    plan = make_plan(bands=kept)
+    assert codes(scaled(FIRST + 11, "grad_norm", 1.1), plan) == ["SR-UPD-GRADNORM"]
+    assert codes(scaled(FIRST + 12, "grad_norm", 1.1), plan) == []
+    assert codes(scaled(FIRST + 12, "loss", 1.1), plan) == ["SR-UPD-LOSS"]
+
+
 def test_a_ledger_is_completed_by_the_control_that_resumed() -> None:
     ledger = make_observed(make_update(FIRST, moved=None, deltas={}), replicas=4)
     both = Controls(

@@ -31,6 +31,7 @@ def decide(settings: DemoSettings, example: Path) -> dict[str, Any]:
         "control.kind": "original-layout",
         "control.vary_microbatch": 1,
         "window.updates": settings.window_updates,
+        "window.at_least": 10,
         "window.log_every": 10,
         "window.eval_every": 20,
         "launch.command": COMMAND,

@@ -16,6 +16,7 @@ from samerun.manifest.models import (
     Side,
     Source,
     Transition,
+    Window,
     find_placeholders,
 )
 from samerun.manifest.section import Section
@@ -42,6 +43,8 @@ def check_sections(sections: Mapping[str, Section], locate: Locate) -> list[Prob
         problems += _check_transition(transition, batch if isinstance(batch, Batch) else None, locate)
     if isinstance(control := sections.get("control"), Control):
         problems += _check_control(control, batch if isinstance(batch, Batch) else None, locate)
+    if isinstance(window := sections.get("window"), Window):
+        problems += _check_window(window, locate)
     if isinstance(launch := sections.get("launch"), Launch):
         destination = sections.get("destination")
         moved = (
@@ -170,6 +173,17 @@ def _check_control(control: Control, batch: Batch | None, locate: Locate) -> Ite
             f"vary_microbatch equals max_microbatch ({batch.max_microbatch}), so nothing would vary",
             where=locate(("control", "vary_microbatch")),
             hint="take another size, or null for a plain repeat",
+        )
+
+
+def _check_window(window: Window, locate: Locate) -> Iterator[Problem]:
+    if window.at_least is not None and window.at_least > window.updates:
+        yield Problem(
+            "SR-MAN-WINDOW",
+            "window.at_least asks for more updates than the window has",
+            where=locate(("window", "at_least")),
+            expected=f"at most {window.updates}",
+            found=window.at_least,
         )
 
 

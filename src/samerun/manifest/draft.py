@@ -373,6 +373,7 @@ def _put_tolerances(draft: _Draft, facts: _Facts) -> None:
 def _put_window(draft: _Draft, facts: _Facts) -> None:
     draft.section("window")
     draft.put("updates", 20)
+    draft.put("at_least", None, "such as 10: judge a metric up to where the controls get too noisy for it")
     for name, does in (("log_every", "log"), ("eval_every", "evaluate")):
         configured = facts.count(name)
         comment = "from the checkpoint's configuration" if configured else ""

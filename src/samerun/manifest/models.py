@@ -228,6 +228,11 @@ class Window(Section):
     """How far the candidate is followed."""
 
     updates: Positive = Field(20, description="Updates that the candidate runs beside the control.")
+    at_least: Positive | None = Field(
+        None,
+        description="Updates for which every metric must be judged; behind them one that the controls are too noisy "
+        "for is left out. Null: all of the window.",
+    )
     log_every: Positive | None = Field(
         description="The job logs at every multiple of this many updates; null if it never does while it trains."
     )
@@ -305,6 +310,7 @@ class Manifest(Section):
             (data["tolerances"], "parameter_gradient"),
             (data["control"], "oracle"),
             (data["control"], "rehearsal"),
+            (data["window"], "at_least"),
         )
         for section, name in ((data, "convert"), *later):
             if section[name] is None:  # came later: what was sealed before keeps its hash

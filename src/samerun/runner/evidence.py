@@ -178,7 +178,7 @@ def resolve_bands(manifest: Manifest, controls: Controls) -> tuple[tuple[Band, .
         num_updates=manifest.window.updates,
         precision=parse_dtype(manifest.run.precision),
     )
-    return split_bands(bands, vanishing(controls, bands))
+    return split_bands(bands, vanishing(controls, bands), at_least=manifest.window.at_least)
 
 
 def judged_bands(manifest: Manifest, bands: Sequence[Band]) -> tuple[Band, ...]:

@@ -20,7 +20,7 @@ from samerun.core.tolerance import (
     check_band,
     deviation,
 )
-from samerun.errors import Problem
+from samerun.errors import Problem, Severity
 from samerun.manifest.tolerances import AnalysisTolerance, ControlTolerance, UserTolerance
 from samerun.verify.analysis import analysis_bands
 from samerun.verify.controls import Controls, Tolerance, evidence_for
@@ -170,13 +170,36 @@ def _evaluation_band(metric: str, controls: Controls, tolerance: Stated, update:
     return [_control_band(metric, tolerance, indices, observed)]
 
 
+def _until_noisy(band: Band, noisy: Problem, at_least: int | None) -> Band | None:
+    """Returns the band up to the update in which the controls become too noisy, if enough updates lie before it."""
+    first = noisy.where.get("update")
+    count = first - band.first_update if isinstance(first, int) else 0
+    if at_least is None or count < at_least:
+        return None
+    return replace(band, limits=band.limits[:count], observed=band.observed[:count])
+
+
+def _judged_partly(band: Band, noisy: Problem) -> Problem:
+    last = band.first_update + len(band.limits) - 1
+    return Problem(
+        "SR-CONTROL-PARTLY",
+        f"{band.metric} is judged up to update {last} only: then the controls differ too much in it",
+        Severity.WARNING,
+        where=dict(noisy.where),
+        expected=noisy.expected,
+        found=noisy.found,
+        hint="window.at_least declares that this is enough; the other metrics are judged in the whole window",
+    )
+
+
 def split_bands(
-    bands: Sequence[Band], vanish: frozenset[str] = frozenset()
+    bands: Sequence[Band], vanish: frozenset[str] = frozenset(), *, at_least: int | None = None
 ) -> tuple[tuple[Band, ...], tuple[str, ...], list[Problem]]:
     """Returns (bands that judge, tensors left out as noise, findings about metrics that are too noisy).
 
     A tensor is left out where its own changes are noise. One whose gradient is noise, or vanishes (`vanish`), is judged
-    by its change all the same, unless that is noise too; it is listed as `gradient of NAME`.
+    by its change all the same, unless that is noise too; it is listed as `gradient of NAME`. A metric of the whole
+    update that becomes too noisy only after `at_least` updates judges those before.
     """
     kept: list[Band] = []
     noise: list[str] = []
@@ -188,6 +211,9 @@ def split_bands(
             kept.append(band)
         elif band.tensor is not None:
             noise.append(f"gradient of {band.tensor}" if gradient else band.tensor)
+        elif (shorter := _until_noisy(band, found[0], at_least)) is not None:
+            kept.append(shorter)
+            problems.append(_judged_partly(shorter, found[0]))
         else:
             problems += found
     for metric, words in (("parameter_gradient", "gradient"), ("parameter_delta", "change")):

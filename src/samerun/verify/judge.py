@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -101,6 +102,10 @@ _CAUSAL = (
 _CAUSAL_CODES = ("SR-UPD-INDEX", "SR-SAMPLE-", "SR-UPD-SAMPLES", "SR-UPD-TOKENS", "SR-UPD-LR", "SR-UPD-SCALE",
                  "SR-UPD-LOSS", "SR-UPD-GRADNORM", "SR-UPD-GRADIENT", "SR-UPD-CLIP", "SR-UPD-UPDATENORM",
                  "SR-UPD-DELTA")  # fmt: skip
+
+
+_LEFT_BEHIND = frozenset({"SR-UPD-COUNTER", "SR-UPD-REPLICA", "SR-UPD-NONFINITE", "SR-UPD-AVERAGE", "SR-UPD-BUFFER"})
+"""What a window leaves behind, without the update in which it came about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,12 +329,14 @@ def _causal_rank(
     """Returns what findings are ordered by. `dealt` are the (stage, update) that gave samples to two replicas at once.
 
     An update with another number of samples is the cause of other samples, unless it is because replicas share them.
+    What the last state shows and no update does comes after the updates, unless it is a setting that somebody changed.
     """
     place = STAGES.index(stage) if stage in STAGES else len(STAGES)
     update = problem.where.get("update")
     rule = "samples" if problem.code == "SR-UPD-SAMPLES" and (stage, update) in dealt else rule_of(stage, problem.code)
     code = next((i for i, prefix in enumerate(_CAUSAL_CODES) if problem.code.startswith(prefix)), len(_CAUSAL_CODES))
-    return place, update if isinstance(update, int) else 0, _CAUSAL.index(rule), code
+    when = update if isinstance(update, int) else sys.maxsize if problem.code in _LEFT_BEHIND else 0
+    return place, when, _CAUSAL.index(rule), code
 
 
 def _divergence(stage: str, problem: Problem) -> dict[str, Any]:
