@@ -13,6 +13,8 @@ import torch
 
 from samerun.core.batch import deal
 from samerun.core.mesh import Layout
+from samerun.core.mix import GOLDEN, fold_key, mix64
+from samerun.core.sketch import apart
 from samerun.errors import has_errors
 from samerun.trace import Trace, check_trace, read_trace
 from support.gloo import run_ranks
@@ -156,6 +158,8 @@ def train(rank: int, world_size: int, layout_text: str, directory: str) -> dict[
     odd: list[str] = []
     every: dict[str, float] = {}
     first: dict[str, float] = {}
+    changes: dict[str, list[float]] = {}
+    gradients: dict[str, list[float]] = {}
     for update in sampler.updates(loader, until=NUM_UPDATES):
         batches = [microbatch.batch for microbatch in update]
         mean.start(sum(batch.valid_tokens for batch in batches), passes=update.passes)
@@ -163,12 +167,16 @@ def train(rank: int, world_size: int, layout_text: str, directory: str) -> dict[
             logits = model(batch.inputs)
             mean.backward(torch.nn.functional.cross_entropy(logits, batch.targets.flatten(), reduction="sum"))
         before = {name: whole(p) for name, p in model.named_parameters()} if update.number == 1 else {}
+        if update.number == 1:
+            gradients = {name: pointing(name, whole(p.grad)) for name, p in model.named_parameters() if p.requires_grad}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         for name, p in model.named_parameters() if before else ():
             change = whole(p) - before[name]
             every[name] = float(np.linalg.norm(change))
             first[name] = float(np.linalg.norm(change[loud(p)]))
+            if p.requires_grad:
+                changes[name] = pointing(name, np.where(loud(p), change, np.float32(0)))
         optimizer.zero_grad()
         done = sampler.commit(tokens=mean.total)
         recorder.record(update=done.update, loss=mean.loss(), grad_norm=norm, sample_ids=update.sample_ids)
@@ -176,7 +184,17 @@ def train(rank: int, world_size: int, layout_text: str, directory: str) -> dict[
             captured = capture_state(model, optimizer)
             odd += [key for key, fact in captured.tensors.items() if fact.odd]
     recorder.close()
-    return {"odd": odd, "every": every, "moved": first, "tied": model.is_tied}
+    found = {"changes": changes, "gradients": gradients}
+    return {"odd": odd, "every": every, "moved": first, "tied": model.is_tied, **found}
+
+
+def pointing(name: str, values: np.ndarray[Any, Any]) -> list[float]:
+    """Returns the direction of a whole tensor from the definition: every element's weights in plain Python."""
+    flat = values.astype(np.float64).reshape(-1)
+    key = fold_key(*name.encode())
+    words = np.array([mix64(key + index * GOLDEN) for index in range(flat.size)], np.uint64)
+    weights = (words.view(np.int16).reshape(-1, 4) + 0.5) * (12**0.5 / 65536)
+    return list(flat @ weights / np.linalg.norm(flat))
 
 
 def loud(parameter: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -238,3 +256,16 @@ def test_norms_are_those_of_the_whole_tensors(layout: str, runs: Any) -> None:
     assert line.moved["prior"] == 0.0
     assert len(line.deltas) == 5
     assert all(rank.updates[0].moved is None for rank in trace.ranks[1:])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_directions_are_those_of_the_whole_tensors(layout: str, runs: Any) -> None:
+    trace, ranks = runs[layout]
+    line = trace.lead.update(1)
+    assert line is not None
+    for found, name in ((line.moved_direction, "changes"), (line.gradients_direction, "gradients")):
+        expected = ranks[0][name]
+        assert found is not None
+        assert found.keys() == expected.keys()
+        assert max(apart(found[tensor], expected[tensor]) for tensor in expected) < 1e-4
+        assert "prior" not in found

@@ -36,6 +36,11 @@ METRICS = (*("loss", "grad_norm", "update_norm", "parameter_gradient", "paramete
 PER_TENSOR = ("parameter_gradient", "parameter_delta")
 """Metrics that every tensor has a band of its own for."""
 
+DIRECTIONS = ("gradient_direction", "change_direction")
+"""Where each tensor's gradient and change point in the first update; `samerun.verify.directions` makes their bands."""
+
+_EACH = (*PER_TENSOR, *DIRECTIONS)
+
 GROWTH: Mapping[str, tuple[float, float]] = {
     "loss": (16.0, 4.0),  # one mean over all tokens behind the whole forward pass
     "grad_norm": (128.0, 128.0),  # forward, backward and a sum of squares over all parameters
@@ -64,6 +69,8 @@ CEILING: Mapping[str, float] = {
     "parameter_delta": 0.5,
     "eval_loss": 0.05,
     "eval_logits": 0.1,
+    "gradient_direction": 0.7,
+    "change_direction": 0.7,
 }
 """Largest relative limit that still judges something: beyond it a wrongly scaled gradient, a reset optimizer or a wrong
 batch could hide inside the band. No band from controls is wider."""
@@ -81,7 +88,7 @@ class Band:
 
     `limits[i]` belongs to update `first_update + i`; a metric measured once (evaluation) has one limit. `observed` are
     the controls' own deviations, in the same order. `tensor` names the tensor for metrics that every tensor has
-    (`PER_TENSOR`).
+    (`PER_TENSOR` and `DIRECTIONS`).
     """
 
     metric: str
@@ -96,8 +103,8 @@ class Band:
     tensor: str | None = None
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS:
-            raise ValueError(f"unknown metric {self.metric!r}; known: {', '.join(METRICS)}")
+        if self.metric not in CEILING:
+            raise ValueError(f"unknown metric {self.metric!r}; known: {', '.join(CEILING)}")
         if not self.limits:
             raise ValueError(f"the band for {self.metric} has no limits")
         if bad := [limit for limit in self.limits if math.isnan(limit) or limit < 0]:
@@ -251,7 +258,7 @@ def band_from_analysis(
 
 
 def bands_to_json(bands: Sequence[Band], noise: Sequence[str]) -> dict[str, Any]:
-    """Returns the sealed form: a band by metric, one by tensor for those of `PER_TENSOR`, and the tensors left out."""
+    """Returns the sealed form: a band by metric, one by tensor for those that each has, and the tensors left out."""
     body: dict[str, Any] = {"parameter_delta": {}, "noise": list(noise)}
     for band in bands:
         if band.tensor is not None:
@@ -263,8 +270,8 @@ def bands_to_json(bands: Sequence[Band], noise: Sequence[str]) -> dict[str, Any]
 
 def bands_from_json(body: Mapping[str, Any]) -> tuple[Band, ...]:
     """Reads `bands_to_json` back."""
-    whole = [Band.from_json(item) for name, item in body.items() if name not in (*PER_TENSOR, "noise")]
-    each = [Band.from_json(item) for name in PER_TENSOR for item in body.get(name, {}).values()]
+    whole = [Band.from_json(item) for name, item in body.items() if name not in (*_EACH, "noise")]
+    each = [Band.from_json(item) for name in _EACH for item in body.get(name, {}).values()]
     return (*whole, *each)
 
 

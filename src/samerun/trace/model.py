@@ -45,7 +45,8 @@ class UpdateLine:
     `loss`, `grad_norm` (before clipping), `update_norm` and `lr` (per parameter group, as the step used it) are global
     and equal on every rank; `samples`, `tokens` and `sample_ids` are this rank's. `deltas` are the L2 norms of the
     change of a few named parameters; `moved` those of every parameter (rank 0, first update of a job), and `gradients`
-    those of their gradients before clipping. `step_norm` is the norm of the whole gradient that the step used, after
+    those of their gradients before clipping; `moved_direction` and `gradients_direction` their projections, over their
+    norms (`samerun.core.sketch`). `step_norm` is the norm of the whole gradient that the step used, after
     clipping. `inputs` are the rows that this rank's model was given in the first update of a job, and the sum of their
     digests, `autocast` the type that its forward pass was cast to. None: not measured. `ids_digest` is the set digest
     of this rank's ids (`samerun.core.idset`), which stands also where the ids themselves were not kept. `line` is the
@@ -73,6 +74,8 @@ class UpdateLine:
     step_norm: float | None = None
     inputs: tuple[int, int] | None = None
     autocast: str | None = None
+    moved_direction: Mapping[str, tuple[float, ...]] | None = None
+    gradients_direction: Mapping[str, tuple[float, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+from samerun.core.sketch import NUM_PROJECTIONS
 from samerun.errors import Problem, Severity, UsageError
 from samerun.trace.fields import (
     BadField,
@@ -179,6 +180,16 @@ def _ids_digest(value: Any) -> str:
 _norms = mapping_of(size)
 
 
+def _projections(value: Any) -> tuple[float, ...]:
+    found = list_of(number)(value)
+    if len(found) != NUM_PROJECTIONS or not all(map(math.isfinite, found)):
+        raise BadField(f"a direction has {NUM_PROJECTIONS} finite numbers, not {value!r:.60}")
+    return found
+
+
+_directions = mapping_of(_projections)
+
+
 def _inputs(value: Any) -> tuple[int, int]:
     found = mapping_of(anything)(value)
     return value_of(found, "rows", whole), int(value_of(found, "digest", digest), 16)
@@ -209,6 +220,8 @@ def _parse_update(body: Body, line: int) -> UpdateLine:
         ids_digest=value_of(body, "ids_digest", _ids_digest, default=None),
         gradients=value_of(body, "gradients", _norms, default=None),
         step_norm=value_of(body, "step_norm", size, default=None),
+        moved_direction=value_of(body, "moved_direction", _directions, default=None),
+        gradients_direction=value_of(body, "gradients_direction", _directions, default=None),
         inputs=value_of(body, "inputs", _inputs, default=None),
         autocast=value_of(body, "inputs", _autocast, default=None),
     )

@@ -6,7 +6,7 @@ whose wrap-around is the same arithmetic modulo 2**64; only the right shifts nee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from samerun.core.digest import (
@@ -87,10 +87,10 @@ def _digest_box(
     if part.device.type == "cpu" and bits.numel() >= _COMPILED_FROM_ELEMENTS:
         return _digest_compiled(bits, runs, seed)
     chunk = _CPU_CHUNK_ELEMENTS if part.device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
-    if len(runs.starts) == 1:
-        return _digest_run(bits, int(runs.starts[0]), seed, chunk)
-    starts = torch.from_numpy(runs.starts.view("int64")).to(part.device)
-    return _digest_rows(bits.view(len(runs.starts), runs.length), starts, seed, chunk)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for first, keys in element_keys(runs, seed, bits.device, chunk):
+        total += mixed(keys.bitwise_xor_(widened(bits[first : first + keys.numel()]))).sum()
+    return int(total.item()) & MASK
 
 
 def _digest_compiled(bits: torch.Tensor, runs: Runs, seed: int) -> int:
@@ -103,38 +103,26 @@ def _digest_compiled(bits: torch.Tensor, runs: Runs, seed: int) -> int:
     return int(sum_terms(unsigned, runs.starts, runs.length, np.uint64(seed)))
 
 
-def _digest_run(bits: torch.Tensor, start: int, seed: int, chunk: int) -> int:
-    """Sums the terms of consecutive elements; `start` is the first one's global index."""
+def element_keys(runs: Runs, seed: int, device: torch.device, chunk: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields (place of the first, keys) for the elements of a box, at most `chunk` at a time, in the box's own order.
+
+    An element's key is `seed + i * STRIDE` modulo 2**64 as an int64, `i` its row-major index in the whole tensor.
+    """
     import torch
 
-    steps = torch.arange(min(chunk, bits.numel()), dtype=torch.int64, device=bits.device).mul_(signed(STRIDE))
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for first in range(0, bits.numel(), chunk):
-        part = bits[first : first + chunk]
-        z = steps[: part.numel()] + signed(seed + (start + first) * STRIDE)
-        total += _mixed_sum(z.bitwise_xor_(widened(part)))
-    return int(total.item()) & MASK
-
-
-def _digest_rows(bits: torch.Tensor, starts: torch.Tensor, seed: int, chunk: int) -> int:
-    """Sums the terms of equally long runs; `starts` holds their first global indices, `bits` one run per row."""
-    import torch
-
-    num_rows, length = bits.shape
-    if length > chunk:
-        return sum(_digest_run(bits[row], int(starts[row]), seed, chunk) for row in range(num_rows))
-    steps = torch.arange(length, dtype=torch.int64, device=bits.device).mul_(signed(STRIDE))
+    length = runs.length
+    steps = torch.arange(min(chunk, length), dtype=torch.int64, device=device).mul_(signed(STRIDE))
+    if len(runs.starts) == 1 or length > chunk:
+        for row, start in enumerate(runs.starts.tolist()):
+            for first in range(0, length, chunk):
+                keys = steps[: min(chunk, length - first)] + signed(seed + (start + first) * STRIDE)
+                yield row * length + first, keys
+        return
+    starts = torch.from_numpy(runs.starts.view("int64")).to(device)
     row_keys = starts.mul(signed(STRIDE)).add_(signed(seed))
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    rows = max(1, chunk // length)
-    for first in range(0, num_rows, rows):
-        z = row_keys[first : first + rows, None] + steps[None, :]
-        total += _mixed_sum(z.bitwise_xor_(widened(bits[first : first + rows])))
-    return int(total.item()) & MASK
-
-
-def _mixed_sum(z: torch.Tensor) -> torch.Tensor:
-    return mixed(z).sum()
+    rows = max(1, chunk // max(length, 1))
+    for first in range(0, len(starts), rows):
+        yield first * length, (row_keys[first : first + rows, None] + steps[None, :]).reshape(-1)
 
 
 def mixed(z: torch.Tensor) -> torch.Tensor:

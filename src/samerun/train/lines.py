@@ -106,7 +106,8 @@ def update_line(
         body["inputs"] = dict(inputs)
     if facts.moved is None:
         return body
-    return {**body, "moved": facts.moved, "gradients": before_clipping(facts.gradients, norm)}
+    body |= {"moved": facts.moved, "gradients": before_clipping(facts.gradients, norm)}
+    return {**body, "moved_direction": facts.moved_direction, "gradients_direction": facts.gradients_direction}
 
 
 def before_clipping(gradients: Mapping[str, float] | None, norm: float | None) -> dict[str, float] | None:

@@ -14,7 +14,8 @@ from samerun.train.agree import collective_device, distinct, world
 from samerun.train.boxpart import BoxPart, Part
 from samerun.train.flatpart import is_partitioned, partitioned_part
 from samerun.train.named import named_buffers, named_parameters
-from samerun.train.shards import local_shard
+from samerun.train.shards import local_shard, whole_shape
+from samerun.train.sketch import COLUMNS, directions, sketch
 
 if TYPE_CHECKING:
     import torch
@@ -40,12 +41,18 @@ class ParameterNorms:
     """
 
     def __init__(
-        self, names: Sequence[str], trainable: frozenset[str], mine: Mapping[str, torch.Tensor], counted: frozenset[str]
+        self,
+        names: Sequence[str],
+        trainable: frozenset[str],
+        mine: Mapping[str, torch.Tensor],
+        counted: frozenset[str],
+        elements: Mapping[str, int],
     ) -> None:
         self.names = tuple(names)
         self.trainable = trainable
         self._mine = dict(mine)
         self._counted = counted
+        self._elements = elements
         self._rank, _ = world()
         self._index = {name: index for index, name in enumerate(names)}
 
@@ -63,9 +70,12 @@ class ParameterNorms:
     def _of(cls, mine: Mapping[str, torch.Tensor]) -> Self:
         rank, _ = world()
         known: dict[str, bool] = {}
-        for variant in distinct([[name, parameter.requires_grad] for name, parameter in mine.items()]):
-            for name, trains in variant.value:
+        elements: dict[str, int] = {}
+        facts = [[name, parameter.requires_grad, math.prod(whole_shape(parameter))] for name, parameter in mine.items()]
+        for variant in distinct(facts):
+            for name, trains, count in variant.value:
                 known[name] = known.get(name, False) or trains
+                elements[name] = count
         names = list(known)
         leads: dict[str, int] = {}
         for name, parameter in mine.items():
@@ -74,7 +84,7 @@ class ParameterNorms:
         lowest = _lowest_over_ranks([leads.get(name, _NOBODY) for name in names])
         # Every replica of a parameter has another lead rank; the replica with the lowest one is the one that counts.
         counted = {name for name, low in zip(names, lowest, strict=True) if leads.get(name, _NOBODY) == low < _NOBODY}
-        return cls(names, frozenset(name for name in names if known[name]), mine, frozenset(counted))
+        return cls(names, frozenset(name for name in names if known[name]), mine, frozenset(counted), elements)
 
     def copy(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Returns copies of what this rank counts of `names`: its memory cost. Local."""
@@ -109,21 +119,46 @@ class ParameterNorms:
         return found
 
     def squared_change(
-        self, before: Mapping[str, torch.Tensor], quiet: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, before: Mapping[str, torch.Tensor], quiet: Mapping[str, torch.Tensor], *, sketched: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Returns, for every parameter, this rank's part of the squared L2 norm of its change since `before`.
 
-        Once of all its elements, once without the `quiet` ones. Overwrites `before`. Shape `(len(names),)` each,
-        float64, on the CPU. Local: `add_over_ranks` completes it.
+        Once of all its elements, once without the `quiet` ones, and, if wanted, the sketch of the latter for those that
+        train. Overwrites `before`. Shape `(len(names),)` each and `(len(names) * COLUMNS,)`, float64, on the CPU.
+        Local: `add_over_ranks` completes it.
         """
         whole: dict[str, torch.Tensor] = {}
         loud: dict[str, torch.Tensor] = {}
+        sketches: dict[str, torch.Tensor] = {}
         for name, local in self._locals(before).items():
             change = _wide(before[name]).sub_(_wide(local))
             whole[name] = loud[name] = squared_norm(change)
             if name in quiet and quiet[name].shape == change.shape:
                 loud[name] = squared_norm(change.masked_fill_(quiet[name], 0))
-        return self._vector(whole), self._vector(loud)
+            if sketched and name in self.trainable and (shard := local_shard(self._mine[name], rank=self._rank)):
+                sketches[name] = sketch(name, shard, change)
+        return self._vector(whole), self._vector(loud), self._columns(sketches) if sketched else None
+
+    def sketch_gradients(self) -> torch.Tensor:
+        """Returns, for every parameter, this rank's part of the sketch of its gradient, as above. Local.
+
+        A gradient that is cut otherwise than its parameter and does not say how is left out: the sums then lack
+        elements, which `directions` sees.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self._mine.items():
+            gradient = parameter.grad
+            if gradient is None or not self._is_counted(name, gradient):
+                continue
+            local = local_part(gradient, self._rank)
+            shard = gradient if isinstance(gradient, Part) else local_shard(parameter, rank=self._rank)
+            if shard is not None and (shard is gradient or shard.local.shape == local.shape):
+                found[name] = sketch(name, shard, local)
+        return self._columns(found)
+
+    def directions(self, rows: Sequence[float]) -> dict[str, list[float]]:
+        """Returns the direction of each tensor from sketches that were added over ranks; see `sketch.directions`."""
+        return directions(rows, self.names, self._elements)
 
     def squared_gradient(self) -> torch.Tensor:
         """Returns, for every parameter, this rank's part of the squared L2 norm of its gradient, as above. Local."""
@@ -165,6 +200,14 @@ class ParameterNorms:
 
     def _squares(self, parts: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
         return self._vector({name: squared_norm(part) for name, part in parts})
+
+    def _columns(self, found: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        import torch
+
+        rows = torch.zeros(len(self.names), COLUMNS, dtype=torch.float64)
+        if found:
+            rows[[self._index[name] for name in found]] = torch.stack(list(found.values())).cpu().double()
+        return rows.reshape(-1)
 
     def _vector(self, found: Mapping[str, torch.Tensor]) -> torch.Tensor:
         import torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ class StepFacts:
     skipped it. `grad_norm` is what was told before the step, or that of the gradients which the step used;
     `step_norm` is always the latter, after any clipping. `gradients` are the norms by parameter, in the first measured
     update: before clipping if they were measured then, else as the step used them. None where an optimizer keeps the
-    gradients itself.
+    gradients itself. `moved_direction` and `gradients_direction` say there which way each change and gradient points:
+    its projections (`samerun.train.sketch`) over its norm.
     """
 
     lr: tuple[float, ...]
@@ -34,6 +35,8 @@ class StepFacts:
     moved: dict[str, float] | None
     gradients: dict[str, float] | None
     step_norm: float | None = None
+    moved_direction: dict[str, list[float]] | None = None
+    gradients_direction: dict[str, list[float]] | None = None
 
 
 class StepWatch:
@@ -82,6 +85,7 @@ class StepWatch:
         self._before: dict[str, torch.Tensor] | None = None
         self._gradient: torch.Tensor | None = None
         self._used: torch.Tensor | None = None
+        self._sketch: torch.Tensor | None = None
         self._quiet: dict[str, torch.Tensor] = {}
         self._told_norm: float | None = None
         # What a step made now would use. The scheduler and the scaler may have moved on when the update is recorded.
@@ -117,7 +121,8 @@ class StepWatch:
             with torch.no_grad():
                 self._before = self._norms.copy(names)
                 if not computes:
-                    self._used = self._norms.squared_gradient()
+                    self._measure_used()
+                    assert self._used is not None
                     names = self._norms.names if self._all_next else self._watched
                     self._quiet = self._norms.quiet(names, add_over_ranks(self._used.clone()))
 
@@ -127,9 +132,14 @@ class StepWatch:
         self._steps += 1
         if self._before is not None and self._used is None:
             with torch.no_grad():
-                self._used = self._norms.squared_gradient()
+                self._measure_used()
         if self._steps == len(self._optimizers):
             self._ends()
+
+    def _measure_used(self) -> None:
+        """Measures the gradient as the step uses it. Clipping by the global norm leaves its direction as it was."""
+        self._used = self._norms.squared_gradient()
+        self._sketch = self._norms.sketch_gradients() if self._all_next else None
 
     def _gradient_norm(self, squared: float) -> float | None:
         """Returns the norm that was told, that which an optimizer tells, or that of the parameters' gradients."""
@@ -147,21 +157,23 @@ class StepWatch:
 
         grad_norm = update_norm = step_norm = None
         deltas: dict[str, float] = {}
-        moved = gradients = None
+        moved = gradients = moved_direction = gradients_direction = None
         if self._before is not None and self._used is not None:
+            first = self._all_next
             with torch.no_grad():
-                changes, loud = self._norms.squared_change(self._before, self._quiet)
+                changes, loud, sketches = self._norms.squared_change(self._before, self._quiet, sketched=first)
             before = self._used if self._gradient is None else self._gradient
-            every = add_over_ranks(torch.cat([changes, loud, before, self._used.sum().reshape(1)]))
-            count = len(changes)
-            squares, changed, gradient = every[:count], every[count : 2 * count], every[2 * count : -1]
+            parts = [changes, loud, before, self._used.sum().reshape(1), sketches, self._sketch]
+            squares, changed, gradient, used, *turned = _added([part for part in parts if part is not None])
             grad_norm, update_norm = self._gradient_norm(math.fsum(gradient)), math.sqrt(math.fsum(squares))
             deltas = self._norms.norms(changed, self._watched)
             keeps_gradients = any(map(_keeps_gradients, self._optimizers))
-            step_norm = None if keeps_gradients else math.sqrt(every[-1])
-            if self._all_next:
+            step_norm = None if keeps_gradients else math.sqrt(used[0])
+            if first:
+                moved_direction = self._norms.directions(turned[0])
                 moved = self._norms.norms(changed, self._norms.names)
                 if not keeps_gradients:
+                    gradients_direction = self._norms.directions(turned[1])
                     gradients = self._norms.norms(gradient, self._norms.trainable)
                 self._all_next = False
         else:
@@ -176,9 +188,23 @@ class StepWatch:
             moved=moved,
             gradients=gradients,
             step_norm=step_norm,
+            moved_direction=moved_direction,
+            gradients_direction=gradients_direction,
         )
         self.reset()
         return facts
+
+
+def _added(parts: Sequence[torch.Tensor]) -> list[list[float]]:
+    """Returns each of these vectors added over ranks, in one all-reduce. Collective."""
+    import torch
+
+    every, first = add_over_ranks(torch.cat(list(parts))), 0
+    found: list[list[float]] = []
+    for part in parts:
+        found.append(every[first : first + len(part)])
+        first += len(part)
+    return found
 
 
 def _keeps_gradients(optimizer: Any) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from samerun.core.dtype import DTYPES, DType
 from samerun.core.tolerance import (
+    DIRECTIONS,
     METRICS,
     PER_TENSOR,
     Band,
@@ -24,6 +25,7 @@ from samerun.errors import Problem, Severity
 from samerun.manifest.tolerances import AnalysisTolerance, ControlTolerance, UserTolerance
 from samerun.verify.analysis import analysis_bands
 from samerun.verify.controls import Controls, Tolerance, evidence_for
+from samerun.verify.directions import direction_bands, split_directions
 from samerun.verify.evaluate import logit_deviation, loss_deviation
 from samerun.verify.numbers import NUMBERS, READ
 
@@ -49,7 +51,8 @@ def plan_bands(
 ) -> tuple[Band, ...]:
     """Returns the band of every metric that was recorded, for the updates of the window.
 
-    `parameter_gradient` (of the first update) and `parameter_delta` give one band per tensor. Deviations are relative
+    `parameter_gradient` (of the first update) and `parameter_delta` give one band per tensor, and so do the directions
+    of the first update, with the factor of `parameter_delta`. Deviations are relative
     unless the manifest says absolute.
     """
     indices = range(first_update, first_update + num_updates)
@@ -65,7 +68,7 @@ def plan_bands(
             bands += _tensor_bands(metric, controls, tolerance, indices[:1] if metric in FIRST_ONLY else indices)
         else:
             bands += _evaluation_band(metric, controls, tolerance, first_update - 1)
-    return tuple(bands)
+    return (*bands, *direction_bands(controls, tolerances["parameter_delta"], first_update, precision))
 
 
 def _number_band(metric: str, controls: Controls, tolerance: Stated, indices: range) -> Band:
@@ -203,8 +206,10 @@ def split_bands(
     """
     kept: list[Band] = []
     noise: list[str] = []
-    problems: list[Problem] = []
+    directions, problems = split_directions([band for band in bands if band.metric in DIRECTIONS], vanish)
     for band in bands:
+        if band.metric in DIRECTIONS:
+            continue
         found = check_band(band)
         gradient = band.metric == "parameter_gradient"
         if not found and not (gradient and band.tensor in vanish):
@@ -229,4 +234,4 @@ def split_bands(
                     hint=f"make the run more repeatable, or give tolerances.{metric} your own limit with its reason",
                 )
             )
-    return tuple(kept), tuple(noise), problems
+    return (*kept, *directions), tuple(noise), problems

@@ -50,6 +50,8 @@ def complete_reference(controls: Controls) -> Controls:
             item,
             moved=donor.moved if item.moved is None else item.moved,
             gradients=donor.gradients if item.gradients is None else item.gradients,
+            moved_direction=item.moved_direction or donor.moved_direction,
+            gradients_direction=item.gradients_direction or donor.gradients_direction,
             deltas=item.deltas or donor.deltas,
         )
         if (donor := _donor(controls.observed[1:], item.update)) is not None

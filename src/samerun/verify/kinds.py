@@ -52,6 +52,7 @@ KINDS: Mapping[str, str] = {
     "SR-UPD-CLIP": "loss normalisation",
     "SR-UPD-UPDATENORM": "optimizer state",
     "SR-UPD-DELTA": "optimizer state",
+    "SR-UPD-DIRECTION": "optimizer state",
     "SR-UPD-STILL": "tied, frozen, never stepped",
     "SR-UPD-FROZEN-MOVED": "tied, frozen, never stepped",
     "SR-UPD-NONFINITE": "dtype and masters",

@@ -29,6 +29,7 @@ class ObservedUpdate:
     at this update that a loss scaler threw away. `moved` has every parameter's change in the first update of a job,
     `gradients` every gradient's norm there before clipping, `inputs` the rows that the model was given there and the
     sum of their digests, over all replicas. `step_norm` is the norm of the gradient that the step used, after clipping.
+    `moved_direction` and `gradients_direction` say there which way each of them points (`samerun.core.sketch`).
     `autocast` is the type that the forward pass was cast to there. `seconds` is when it was recorded,
     counted from the job's header.
     """
@@ -51,6 +52,8 @@ class ObservedUpdate:
     step_norm: float | None = None
     inputs: tuple[int, int] | None = None
     autocast: str | None = None
+    moved_direction: Mapping[str, tuple[float, ...]] | None = None
+    gradients_direction: Mapping[str, tuple[float, ...]] | None = None
 
     def where(self, **more: Any) -> dict[str, Any]:
         """Returns the place of a finding about this update."""
@@ -132,6 +135,8 @@ def _gather(trace: Trace, index: int, skipped: int) -> ObservedUpdate:
         step_norm=_first(lines, "step_norm"),
         inputs=_inputs(trace, index),
         autocast=_first(lines, "autocast"),
+        moved_direction=_first(lines, "moved_direction"),
+        gradients_direction=_first(lines, "gradients_direction"),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from samerun.core.tolerance import deviation
 from samerun.errors import Problem
 from samerun.verify.audit import Audit, audit_prefix, audit_window, check_audit, window_ids
+from samerun.verify.directions import check_directions
 from samerun.verify.movement import check_movement
 from samerun.verify.numbers import NUMBERS, check_numbers, check_tensors
 from samerun.verify.observed import Observed, ObservedUpdate
@@ -65,6 +66,7 @@ def compare_window(control: Observed, candidate: Observed, plan: WindowPlan) -> 
         *check_scaler(pairs),
         *check_numbers(comparable, stated, worst),
         *check_tensors(comparable, stated, worst),
+        *check_directions(comparable, stated, worst),
         *check_movement(pairs, plan),
         *_check_boundaries(candidate, plan),
     ]
@@ -129,6 +131,8 @@ def _check_recorded(pairs: Sequence[tuple[ObservedUpdate, ObservedUpdate]], plan
             missing.append("sample_ids")
         if control.update == plan.first_update:
             missing += [n for n in ("moved", "gradients") if getattr(control, n) and not getattr(candidate, n)]
+            directions = ("moved_direction", "gradients_direction")
+            missing += [n for n in directions if getattr(control, n) and getattr(candidate, n) is None]
         if missing and not candidate.skipped:
             yield Problem(
                 "SR-UPD-UNRECORDED",

@@ -100,6 +100,21 @@ def hold_a_parameter() -> None:
     around_step(step)
 
 
+@in_job("update-turned", Kind.OPTIMIZER, "SR-UPD-DIRECTION")
+def turn_an_update() -> None:
+    """One tensor's first update goes the other way, as far as it should."""
+
+    def step(number: int, optimizer: Any, original: Callable[[], Any]) -> Any:
+        turned = optimizer.param_groups[0]["params"][0]
+        before = turned.detach().clone()
+        result = original()
+        if number == 1:
+            turned.copy_(2 * before - turned)
+        return result
+
+    around_step(step)
+
+
 @in_job("frozen-thawed", Kind.TIED, "SR-UPD-FROZEN-MOVED")
 def move_the_frozen() -> None:
     """A frozen parameter moves with every update."""
