@@ -193,7 +193,7 @@ def pointing(name: str, values: np.ndarray[Any, Any]) -> list[float]:
     flat = values.astype(np.float64).reshape(-1)
     key = fold_key(*name.encode())
     words = np.array([mix64(key + index * GOLDEN) for index in range(flat.size)], np.uint64)
-    weights = (words.view(np.int16).reshape(-1, 4) + 0.5) * (12**0.5 / 65536)
+    weights = (words.view(np.int8).reshape(-1, 8) + 0.5) * (12 / (2**16 - 1)) ** 0.5
     return list(flat @ weights / np.linalg.norm(flat))
 
 

@@ -44,11 +44,11 @@ def direction(values: torch.Tensor, name: str = "w") -> list[float]:
 
 
 def test_a_sketch_is_the_sum_of_weights_times_values() -> None:
-    expected = [0.0] * 4
+    expected = [0.0] * 8
     for index, value in enumerate(VALUES.flatten().tolist()):
         word = mix64(fold_key(*b"w") + index * STRIDE)
-        fields = [(word >> 16 * k) & 0xFFFF for k in range(4)]
-        weights = [((field - 65536 if field >> 15 else field) + 0.5) * 12**0.5 / 65536 for field in fields]
+        fields = [(word >> 8 * k) & 0xFF for k in range(8)]
+        weights = [((field - 256 if field >> 7 else field) + 0.5) * (12 / (2**16 - 1)) ** 0.5 for field in fields]
         expected = [total + weight * value for total, weight in zip(expected, weights, strict=True)]
     assert of_whole(VALUES).tolist() == pytest.approx([*expected, float(VALUES.square().sum()), 63], rel=1e-5)
 
@@ -90,18 +90,19 @@ def test_what_is_not_whole_not_finite_or_zero_has_no_direction() -> None:
 def test_distances_of_directions() -> None:
     base = direction(VALUES)
     assert apart(base, direction(3 * VALUES)) < 1e-5
-    permuted = [direction(VALUES.flatten()[torch.randperm(63)]) for _ in range(20)]
-    assert min(apart(base, other) for other in permuted) > 0.4
+    order = torch.Generator().manual_seed(0)
+    permuted = [direction(VALUES.flatten()[torch.randperm(63, generator=order)]) for _ in range(20)]
+    assert min(apart(base, other) for other in permuted) > 0.2
     turned = [apart(direction(VALUES, str(name)), direction(-VALUES, str(name))) for name in range(200)]
-    assert min(turned) > 0.3
+    assert min(turned) > 0.6
     assert sum(distance**2 for distance in turned) / 200 == pytest.approx(4.0, rel=0.1)
 
 
 def job(folder: Path, after: Change | None = None, before: Change | None = None, noise: float = 0.0) -> Observed:
-    """One update of a model at the end of its schedule, whose losses show nothing."""
+    """One update, whose loss shows nothing of what is done to it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     recorder = Recorder(folder)
     recorder.attach(model, optimizer)
     recorder.loaded(update=FIRST - 1)
@@ -202,7 +203,7 @@ def test_a_gradient_that_is_rounding_alone_points_anywhere(clean: list[Observed]
 
 def test_traces_without_directions() -> None:
     old = make_observed(make_update(FIRST))
-    told = {"moved_direction": {"norm.weight": (1.0, 0.5, -0.5, -1.0)}}
+    told = {"moved_direction": {"norm.weight": (1.0, 0.5, -0.5, -1.0) * 2}}
     new = make_observed(make_update(FIRST, **told))
     assert [problem.code for problem in judge([old, old], new)[0]] == []
     (missing,), _ = judge([new, new], old)

@@ -45,7 +45,7 @@ LINES: list[dict[str, Any]] = [
         "kind": "update", "update": 13, "loss": 1.5, "grad_norm": 2.0, "update_norm": 0.25, "lr": [0.1], "steps": 1,
         "loss_scale": 2.0, "skipped": False, "samples": 2, "tokens": 20, "sample_ids": [3, "four"], "finite": True,
         "ids_digest": "ab" * 16, "deltas": {"w": 0.5}, "moved": {"w": 0.5}, "gradients": {"w": 0.1}, "seconds": 0.2,
-        "moved_direction": {"w": [0.5, -1.0, 1.5, 0.25]}, "gradients_direction": {"w": [0.5, -1.0, 1.5, 0.25]},
+        "moved_direction": {"w": [0.5, -1.0] * 4}, "gradients_direction": {"w": [0.25, 1.5] * 4},
         "step_norm": 1.0, "inputs": {"rows": 2, "digest": "00ab00ab00ab00ab"},
     },
     {"kind": "boundary", "what": "log", "update": 13},

@@ -1,8 +1,8 @@
 """Which way a tensor points, in a few numbers that add up over shards: projections onto fixed pseudo-random weights.
 
-Element `i` of tensor `name` (row-major, in the whole tensor) has four weights, uniform with mean 0 and variance 1, made
-of a key such as its term in the tensor's digest has. A projection is the sum of weight times value. For two tensors of
-one name the mean square of the differences of their projections estimates the squared L2 norm of their difference,
+Element `i` of tensor `name` (row-major, in the whole tensor) has eight weights with mean 0 and variance 1, each a byte of
+a mixed key such as its term in the tensor's digest has. A projection is the sum of weight times value. For two tensors
+of one name the mean square of the differences of their projections estimates the squared L2 norm of their difference,
 whoever held which elements.
 """
 
@@ -26,7 +26,7 @@ COLUMNS = NUM_PROJECTIONS + 2
 
 _CPU_CHUNK_ELEMENTS = 1 << 14
 _DEVICE_CHUNK_ELEMENTS = 1 << 20
-_STEPS = 1 << 16  # a weight is one of this many
+_SCALE = math.sqrt(12 / ((1 << 16) - 1))  # a weight is one of 256 equal steps
 
 
 def sketch(name: str, shard: Shard, values: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ def sketch(name: str, shard: Shard, values: torch.Tensor) -> torch.Tensor:
     for offsets, part in _boxes(shard, values):
         total += _project(part, shard.shape, offsets, seed)
     rest = torch.stack([squared_norm(values).to(wide), torch.full_like(total[0], values.numel())])
-    return torch.cat([total * (math.sqrt(12) / _STEPS), rest])
+    return torch.cat([total * _SCALE, rest])
 
 
 def _boxes(shard: Shard, values: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
@@ -75,7 +75,7 @@ def _project(part: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...
     wide = flat.dtype if flat.device.type == "mps" else torch.float64
     total = torch.zeros(NUM_PROJECTIONS, dtype=wide, device=flat.device)
     for first, keys in element_keys(box_runs(shape, offsets, tuple(part.shape)), seed, flat.device, chunk):
-        weights = mixed(keys).view(torch.int16).view(-1, NUM_PROJECTIONS).to(flat.dtype).add_(0.5)
+        weights = mixed(keys).view(torch.int8).view(-1, NUM_PROJECTIONS).to(flat.dtype).add_(0.5)
         total += weights.mul_(flat[first : first + len(weights), None]).sum(0)
     return total
 
