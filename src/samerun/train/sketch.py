@@ -1,9 +1,9 @@
 """Which way a tensor points, in a few numbers that add up over shards: projections onto fixed pseudo-random weights.
 
-Element `i` of tensor `name` (row-major, in the whole tensor) has eight weights with mean 0 and variance 1, each a byte of
-a mixed key such as its term in the tensor's digest has. A projection is the sum of weight times value. For two tensors
-of one name the mean square of the differences of their projections estimates the squared L2 norm of their difference,
-whoever held which elements.
+Element `i` of tensor `name` (row-major, in the whole tensor) has eight weights with mean 0 and variance 1, each a byte
+of a mixed key such as its term in the tensor's digest has. A projection is the sum of weight times value. For two
+tensors of one name the mean square of the differences of their projections estimates the squared L2 norm of their
+difference, whoever held which elements.
 """
 
 from __future__ import annotations
