@@ -25,7 +25,7 @@ from samerun.train.shards import LocalShard
 from samerun.train.sketch import COLUMNS, directions, sketch
 from samerun.verify.bands import plan_bands, split_bands
 from samerun.verify.controls import Controls, complete_reference
-from samerun.verify.directions import direction_floor
+from samerun.verify.directions import direction_bands, direction_floor
 from samerun.verify.observed import Observed, observe
 from samerun.verify.updates import compare_window
 from support.observations import BATCH, FIRST, make_evaluation, make_observed, make_update
@@ -211,6 +211,20 @@ def test_traces_without_directions() -> None:
     ledger = replace(old, updates=(replace(old.updates[0], moved=None, deltas={}), *old.updates[1:]))
     reference = complete_reference(Controls(names=("a", "b"), observed=(ledger, new), evaluations=(None, None)))
     assert reference.reference.by_update()[FIRST].moved_direction == told["moved_direction"]
+
+
+def test_a_band_is_no_narrower_than_what_a_change_may_differ_by(clean: list[Observed]) -> None:
+    def widest(*observed: Observed, **tolerance: Any) -> float:
+        controls = Controls(names=tuple("ab"[: len(observed)]), observed=observed, evaluations=(None,) * len(observed))
+        table = tolerances(parameter_delta=tolerance)
+        bands = direction_bands(controls, table["parameter_delta"], FIRST, parse_dtype("float32"))
+        return max(band.limit(FIRST) for band in bands if band.metric == "change_direction")
+
+    assert widest(*clean, **{"from": "control", "factor": 10.0, "floor": 1e-5}) == 0.05
+    assert widest(*clean, **{"from": "control", "factor": 10.0, "floor": 0.2}) == 0.2
+    assert widest(*clean, **{"from": "user", "limit": 0.3, "reason": "cast"}) == 0.3
+    assert widest(*clean, **{"from": "user", "limit": 0.3, "reason": "cast", "absolute": True}) == 0.05
+    assert widest(clean[0], **{"from": "analysis"}) == 0.05
 
 
 def test_floors() -> None:

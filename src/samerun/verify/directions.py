@@ -14,6 +14,7 @@ from samerun.core.dtype import DType
 from samerun.core.sketch import apart
 from samerun.core.tolerance import Band, band_from_controls, check_band
 from samerun.errors import Problem, Severity
+from samerun.manifest.tolerances import AnalysisTolerance, ControlTolerance, UserTolerance
 from samerun.verify.controls import Controls, Tolerance
 from samerun.verify.observed import ObservedUpdate
 from samerun.verify.window import WindowPlan
@@ -54,26 +55,31 @@ def direction_bands(controls: Controls, tolerance: Tolerance, update: int, preci
 
     Args:
         controls: the controls.
-        tolerance: that of `parameter_delta`: its factor counts, or `FACTOR`.
+        tolerance: that of `parameter_delta`: its factor counts, or `FACTOR`, and its floor or limit if that is larger
+            than the floor for directions.
         update: the first update.
         precision: the type in which the run computes.
     """
     found = [item for observed in controls.observed if (item := observed.by_update().get(update)) is not None]
-    reference, *others = found or (None,)
-    if reference is None or not others:
+    if not found:
         return []
-    factor = getattr(tolerance, "factor", FACTOR)
+    reference, *others = found
+    factor = tolerance.factor if isinstance(tolerance, ControlTolerance) else FACTOR
+    floor = max(direction_floor(precision), _stated(tolerance))
     bands: list[Band] = []
     for kind in _KINDS:
         recorded = [kind.read(item) or {} for item in others]
         for tensor, direction in sorted((kind.read(reference) or {}).items()):
             rows = [[apart(direction, other[tensor])] for other in recorded if tensor in other] or [[0.0]]
-            bands.append(
-                band_from_controls(
-                    kind.metric, update, rows, factor=factor, floor=direction_floor(precision), tensor=tensor
-                )
-            )
+            bands.append(band_from_controls(kind.metric, update, rows, factor=factor, floor=floor, tensor=tensor))
     return bands
+
+
+def _stated(tolerance: Tolerance) -> float:
+    """Returns by how much the norm of a change may differ in any case: its direction may as well."""
+    if tolerance.absolute or isinstance(tolerance, AnalysisTolerance):
+        return 0.0
+    return tolerance.limit if isinstance(tolerance, UserTolerance) else tolerance.floor
 
 
 def split_directions(bands: Sequence[Band], vanish: frozenset[str]) -> tuple[list[Band], list[Problem]]:
