@@ -160,6 +160,15 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> list[Observed]:
     return [job(top / "first"), job(top / "second", noise=1e-6)]
 
 
+def test_plain_descent_goes_against_the_gradient(clean: list[Observed]) -> None:
+    (update,) = clean[0].updates
+    assert update.moved_direction is not None
+    assert update.gradients_direction is not None
+    assert update.moved_direction.keys() == update.gradients_direction.keys()
+    for tensor, gradient in update.gradients_direction.items():
+        assert apart(update.moved_direction[tensor], [-value for value in gradient]) < 1e-3
+
+
 def test_a_clean_candidate_is_silent(clean: list[Observed], tmp_path: Path) -> None:
     assert judge(clean, job(tmp_path, noise=1e-6)) == ([], [])
 
@@ -203,7 +212,7 @@ def test_a_gradient_that_is_rounding_alone_points_anywhere(clean: list[Observed]
 
 def test_traces_without_directions() -> None:
     old = make_observed(make_update(FIRST))
-    told = {"moved_direction": {"norm.weight": (1.0, 0.5, -0.5, -1.0) * 2}}
+    told: dict[str, Any] = {"moved_direction": {"norm.weight": (1.0, 0.5, -0.5, -1.0) * 2}}
     new = make_observed(make_update(FIRST, **told))
     assert [problem.code for problem in judge([old, old], new)[0]] == []
     (missing,), _ = judge([new, new], old)

@@ -136,7 +136,7 @@ class ParameterNorms:
             if name in quiet and quiet[name].shape == change.shape:
                 loud[name] = squared_norm(change.masked_fill_(quiet[name], 0))
             if sketched and name in self.trainable and (shard := local_shard(self._mine[name], rank=self._rank)):
-                sketches[name] = sketch(name, shard, change)
+                sketches[name] = sketch(name, shard, change.neg_())  # it is what was, less what is
         return self._vector(whole), self._vector(loud), self._columns(sketches) if sketched else None
 
     def sketch_gradients(self) -> torch.Tensor:
