@@ -86,6 +86,11 @@ def test_the_gradient_of_every_parameter_is_seen(name: str, request: pytest.Fixt
         assert update.grad_norm is not None
         parts = math.sqrt(math.fsum(norm**2 for norm in update.gradients.values()))
         assert math.isclose(parts, update.grad_norm, rel_tol=1e-6)
+        seen_whole = {tensor for tensor, norm in update.gradients.items() if norm}
+        assert seen_whole
+        assert (update.gradients_direction or {}).keys() == seen_whole
+        assert update.moved
+        assert (update.moved_direction or {}).keys() == {tensor for tensor, norm in update.moved.items() if norm}
 
 
 def test_a_checkpoint_that_megatron_does_not_move(tmp_path: Path) -> None:
