@@ -101,6 +101,7 @@ FAILURES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ("cursor absent", "DATA-MISSING"),
         ("one rank's cursor is used by all, or bound to the world size", "ACC-CURSOR HF-CURSOR DATA-PERRANK"),
         ("saved in the middle of an epoch without the loader", "PL-EPOCH"),
+        ("saved within an update: the passes since the last one are lost", "ORDER-PHASE"),
     )),
     ("RNG", "I", (
         ("not saved; files for N ranks, others wanted", "RNG-MISSING RNG-RANKS TO-RNG"),
@@ -141,6 +142,12 @@ FAILURES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ("stale working folder of a conversion", "UNI-TMP"),
         ("round-robin gradients", "ZERO-ROUNDROBIN UNI-ROUNDROBIN"),
     )),
+    ("Conversions", "D", (
+        ("bytes or files changed since samerun converted it", "PROOF-VALUE PROOF-MISSING"),
+        ("the proof or the job's digests are damaged, or of another save",
+         "PROOF-FOREIGN PROOF-BROKEN SIDECAR-STALE SIDECAR-BROKEN"),
+        ("the job held other counters or tensors than were saved", "SIDECAR-COUNTER SIDECAR-MISSING"),
+    )),
     ("Scaler and EMA", "I", (
         ("fp16 scaler absent", "SCALER-MISSING"),
         ("EMA absent although the run had one", "EMA-MISSING"),
@@ -172,7 +179,8 @@ def page() -> tuple[str, list[str]]:
         "",
         "Written by `python scripts/make_docs.py`. Distilled from public reports and from reproductions. *I*: seen by",
         "`samerun inspect` from names, sizes and metadata; *D*: with `--deep`, which reads bytes, or beside a previous",
-        "checkpoint. A row without a finding is not seen.",
+        "checkpoint. A row without a finding is not seen. The tests named provoke a finding; `test_silence` holds down",
+        "what is said of whole checkpoints of every framework: what it does not list is silent on all of them.",
         "",
         "| kind | | what happens | finding | tests |",
         "|---|---|---|---|---|",

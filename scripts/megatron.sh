@@ -4,7 +4,7 @@
 set -euo pipefail
 into="${VIRTUAL_ENV:?activate an environment first}/megatron-training"
 [ -d "$into" ] && exit 0
-pip install --quiet --disable-pip-version-check triton
+pip install --quiet --disable-pip-version-check triton==3.9.0
 pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python --only-binary=:all: \
   --python-version 3.12 --target "$into.new" megatron-core==0.19.2
 mv "$into.new" "$into"

@@ -66,12 +66,12 @@ def prove_into_deepspeed(sources: Iterator[tuple[str, Path]], convert: Convert) 
     from support.gloo import run_ranks
 
     known = dict(sources)
-    if _wanted("pipeline"):
+    if wanted("pipeline"):
         yield from _prove_pipeline(convert)
     for name in (name for name in INTO_DEEPSPEED if name in known):
         for to in ("zero", "universal"):
             for stage in (1, 3) if to == "zero" else (2, 3):
-                if not _wanted(f"{name} {to} {stage}"):
+                if not wanted(f"{name} {to} {stage}"):
                     continue
                 row: Row = {"to": to, "source": name, "loaded_by": f"DeepSpeed {deepspeed.__version__}"}
                 row["layout"] = f"stage {stage} at 2 ranks"
@@ -91,7 +91,8 @@ def prove_into_deepspeed(sources: Iterator[tuple[str, Path]], convert: Convert) 
                         yield {**row, "failed": str(error).strip().splitlines()[-1][:160]}
 
 
-def _wanted(text: str) -> bool:
+def wanted(text: str) -> bool:
+    """Whether `--only=...` on the command line leaves this in."""
     return all(argument[7:] in text for argument in sys.argv if argument.startswith("--only="))
 
 
@@ -242,7 +243,7 @@ def prove_more_huggingface(convert: Convert) -> Iterator[Row]:
             folder = Path(scratch)
             control = run_ranks(2, job, folder / "run", None, *rest, timeout=300)[0]["saved"]
             saved = folder / "run" / (f"checkpoint-{hfjob.SAVED}" if rest else "")
-            for between in BETWEEN:
+            for between in (one for one in BETWEEN if wanted(f"{package} {one}")):
                 there, moved = folder / between, folder / f"{between}-moved"
                 layout = {"layout": Layout(dp_shard=2)} if between in ("zero", "universal") else {}
                 row: Row = {"to": "huggingface", "source": f"{package}, 2 ranks, as {between}"}

@@ -176,3 +176,11 @@ def test_a_proof_that_is_no_json(shared_source: Path, tmp_path: Path) -> None:
     for text in (b"", b"{", b"\xff\xfe", b"[" * 100_000):
         proof_path(dest).write_bytes(text)
         assert codes(deep(dest)) == {"SR-PROOF-BROKEN"}
+
+
+def test_a_counter_of_absurd_shape_is_no_traceback(shared_source: Path, tmp_path: Path) -> None:
+    dest = converted(shared_source, tmp_path / "dest")
+    edit(dest, lambda body: body["tensors"]["optim.step:head.w"].update(shape=[1] * 100))
+    report = deep(dest)
+    assert codes(report) == set()
+    assert report.intact is None

@@ -52,6 +52,7 @@ def test_torch_loads_a_plain_state_dict(masters: str, source: Checkpoint, tmp_pa
     assert other != expected  # rounding shows
 
 
+@pytest.mark.framework
 def test_the_file_is_that_of_zero_to_fp32(tmp_path: Path, source: Checkpoint) -> None:
     """DeepSpeed's own tool, on the same checkpoint: the same names, and the same bits of everything that it gives."""
     torch = pytest.importorskip("torch")

@@ -18,7 +18,7 @@ from samerun.core.mesh import Layout
 from samerun.formats.detect import open_checkpoint
 from support import dspipe
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
 
 _ROUNDING = 2e-7  # of losses near 7 in fp32: one unit in the last place is 0.7e-7 of them
 

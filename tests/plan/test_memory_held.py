@@ -193,6 +193,7 @@ def zero_state(bf16: bool) -> LogicalState:
     return LogicalState(format="zero", tensors={str(entry.key): entry for entry in entries})
 
 
+@pytest.mark.framework
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("stage", "bf16"), [(0, False), (1, True), (2, False), (2, True), (3, False), (3, True)])
 def test_zero(stage: int, bf16: bool) -> None:

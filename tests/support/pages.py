@@ -118,12 +118,13 @@ def deepspeed_names() -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _example(name: str) -> Iterator[dict[str, Any]]:
-    """What `examples/NAME/train.py` defines, in the process group of one rank; torch.cuda is then as it was."""
+    """What `examples/NAME/train.py` defines, in the process group of one rank; torch is then as it was."""
     import torch
     import torch.distributed as dist
 
     folder = Path(__file__).parents[2] / "examples" / name
-    before, path, modules = dict(vars(torch.cuda)), list(sys.path), set(sys.modules)
+    stubbed = (torch.cuda, torch.cuda.random, torch._utils)
+    before, path, modules = [dict(vars(module)) for module in stubbed], list(sys.path), set(sys.modules)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29542"}
     sys.path.insert(0, str(folder))
     try:
@@ -132,10 +133,11 @@ def _example(name: str) -> Iterator[dict[str, Any]]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        vars(torch.cuda).update(before)
+        for module, names in zip(stubbed, before, strict=True):
+            vars(module).update(names)
         sys.path[:] = path
-        for module in {"on_cpu", "data", "model"} - modules:
-            sys.modules.pop(module, None)
+        for name in {"on_cpu", "data", "model"} - modules:
+            sys.modules.pop(name, None)
 
 
 @contextmanager

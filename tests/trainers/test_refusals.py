@@ -189,3 +189,35 @@ def test_an_engine_without_zero_is_refused() -> None:
         with pytest.raises(UsageError, match="not that of ZeRO"):
             RecordedEngine(engine(0))
         assert RecordedEngine(engine(2)).scaler is None
+
+
+def test_what_the_megatron_bridge_does_not_cover() -> None:
+    pytest.importorskip("megatron.core")
+    with names_for("megatron") as names:
+        from samerun.integrations.megatron import RecordedModel, RecordedOptimizer, check_chunks, check_optimizer
+
+        model, optimizer = names["model"], names["optimizer"]
+        assert check_optimizer(optimizer) == []
+        assert check_chunks([model.module]) == []
+        logical = RecordedModel(model, vocab_size=names["args"].vocab_size)
+        assert RecordedOptimizer(optimizer, logical).param_groups[0]["params"]
+        optimizer.chained_optimizers *= 2
+        with pytest.raises(UsageError, match=r"SR-REC-USE.*chain of several optimizers"):
+            RecordedOptimizer(optimizer, logical)
+        model.module.config.num_moe_experts = 4
+        with pytest.raises(UsageError, match=r"SR-REC-USE.*mixture of experts"):
+            RecordedModel(model, vocab_size=names["args"].vocab_size)
+
+
+def test_what_the_torchtitan_bridge_does_not_cover() -> None:
+    pytest.importorskip("torchtitan")
+    with names_for("torchtitan") as names:
+        from samerun.integrations.torchtitan import RecordedTrainer, check_trainer
+
+        config = names["config"]
+        assert check_trainer(config) == []
+        config.dataloader.global_batch = 24
+        assert [problem.found for problem in check_trainer(config)] == [24]
+        config.parallelism.pipeline_parallel_degree = 2
+        with pytest.raises(UsageError, match=r"SR-REC-USE.*pipeline_parallel_degree"):
+            RecordedTrainer(config)

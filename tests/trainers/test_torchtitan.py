@@ -12,7 +12,7 @@ from support.moves import ROOT, Move, codes, new_move, wrongly
 from support.warm_ranks import warm_launches
 
 pytest.importorskip("torchtitan")
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ARGUMENTS = (
     "--tp {tp} --batch {global_batch} --at-once {max_microbatch} --steps 100 --dump unused --resume {checkpoint}"

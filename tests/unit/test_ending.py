@@ -72,6 +72,20 @@ def test_what_the_candidate_alone_did_is_an_error(span: Span, code: str) -> None
     assert Severity.ERROR not in {severity for _, severity in found(span, span)}
 
 
+def test_a_parameter_that_joins_a_group_in_one_job_only() -> None:
+    joined = body(22.0)
+    joined["groups"].append({"params": ["frozen"], "hyperparameters": {"lr": 1e-3}})
+    assert found(clean(), Span(body(), joined)) == [("SR-UPD-SETTING", Severity.ERROR)]
+
+
+def test_what_differed_after_loading_is_judged_there() -> None:
+    other = body()
+    other["groups"][0]["hyperparameters"]["eps"] = 1e-7
+    other["tensors"]["param:w"]["dtype"] = "bfloat16"
+    end = copy.deepcopy(other)
+    assert found(Span(body(), body()), Span(other, end)) == []
+
+
 def test_a_setting_that_both_changed_after_loading_is_named() -> None:
     both = damaged("groups", "eps", 1e-7)
     (problem,) = check_ending(both, both, "window")

@@ -227,6 +227,10 @@ def test_how_the_step_is_carried_out_is_a_note(job: toy.Job) -> None:
 def test_optimizer_class_and_switches(job: toy.Job, found: dict[str, Any]) -> None:
     assert check(save(job), found, optimizer="adamw") == []
     assert only(check(save(job), found, optimizer="SGD"), "SR-LOAD-CLASS").found == "AdamW"
+    two = found | {"optimizers": [{"class": "Muon", "decay": None}, *found["optimizers"]]}
+    assert check(save(job), two, optimizer="Muon") == []  # one of several is named
+    assert check(save(job), two, optimizer="AdamW") == []
+    assert only(check(save(job), two, optimizer="SGD"), "SR-LOAD-CLASS").found == "Muon, AdamW"
     changed = copy.deepcopy(job)
     for group in changed.optimizer.param_groups:
         group["amsgrad"], group["decoupled_weight_decay"] = True, False

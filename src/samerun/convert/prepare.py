@@ -96,7 +96,7 @@ def prepare(
         PlanError: if the plan is not right: a defect of the writer, or values that the source lacks.
     """
     place = _require_place(dest, given or source.path, source.path)
-    lay_out = writer or load_writer(to)
+    lay_out: Callable[..., DestinationPlan] = writer or load_writer(to)
     original, source = original or source, adapt_source(source, to)
     said: tuple[Problem, ...] = ()
     if masters is not None:

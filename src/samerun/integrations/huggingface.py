@@ -152,12 +152,12 @@ class _Clipping:
 
     Trainer clips before its first callback of a step, and tells callbacks the norm only where it logs. It takes it from
     `Accelerator.clip_grad_norm_`, which returns that before clipping, also where nothing is clipped. (With gradients on
-    several device meshes it does not, and the norm is then measured in the step.) Where training ends by an error
-    nothing removes it, and it is silent.
+    several device meshes it does not, and the norm is then measured in the step.) After an error in training nothing
+    removes it, and it stays silent.
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        from accelerate import Accelerator
+        from accelerate.accelerator import Accelerator
 
         self._clip = clip = Accelerator.clip_grad_norm_
 
@@ -170,7 +170,7 @@ class _Clipping:
         Accelerator.clip_grad_norm_ = clip_and_tell
 
     def remove(self) -> None:
-        from accelerate import Accelerator
+        from accelerate.accelerator import Accelerator
 
         Accelerator.clip_grad_norm_ = self._clip
 

@@ -92,6 +92,7 @@ class RecordedTrainer(Trainer):
         recorder: inert unless samerun launched the job or the subclass names a `ledger`.
     """
 
+    dataloader: ElasticDataLoader
     ledger: str | None = None
     """A directory that keeps a record of the run itself."""
 

@@ -360,8 +360,13 @@ def _put_tolerances(draft: _Draft, facts: _Facts) -> None:
         f"of additions does in {kind.name} over {terms} terms; lower precision needs wider ones (docs/manifest.md).\n"
         "{from: user, limit: ..., reason: ...} states a band instead, {from: analysis} computes a bound."
     )
+    # torch's Muon orthogonalises every gradient in bfloat16, whatever the precision of the run (2.13, `_muon.py`).
+    step = parse_dtype("bfloat16") if _optimizer(facts.state)[0] == "Muon" and kind.num_bytes > 2 else kind
+    if step is not kind:
+        draft.note("Muon computes its steps in bfloat16: what they lead to has the floors of that.")
     for metric in METRICS:
-        floor = float(f"{precision_floor(metric, kind, terms):.1e}")
+        of = kind if metric.startswith("eval_") else step
+        floor = float(f"{precision_floor(metric, of, terms):.1e}")
         draft.put(metric, {"from": "control", "factor": FACTOR, "floor": floor})
 
 

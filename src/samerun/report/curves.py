@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -71,7 +71,7 @@ def series(item: ObservedUpdate) -> Iterator[tuple[str, float]]:
 
 
 @contextmanager
-def environment(**variables: str) -> Iterator[None]:
+def environment(**variables: str) -> Generator[None]:
     """Sets variables of the environment, which is where these tools look before anything else, for a while."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -36,7 +36,8 @@ class InputWatch:
         self._autocast: str | None = None
         first = as_list(model)[0]
         compiled = hasattr(first, "_orig_mod") or getattr(first, "_compiled_call_impl", None) is not None
-        self._handle = None if compiled else first.register_forward_pre_hook(self._note, with_kwargs=True, prepend=True)
+        register: Any = getattr(first, "register_forward_pre_hook", None)  # a bridge's stand-in for a model has none
+        self._handle = None if compiled or register is None else register(self._note, with_kwargs=True, prepend=True)
 
     def _note(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         import torch

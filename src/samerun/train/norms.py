@@ -96,7 +96,9 @@ class ParameterNorms:
             elements = 0 if gradient is None else math.prod(gradient.shape)
             if gradient is None or not elements:
                 continue
-            local = local_part(gradient, self._rank)  # cut otherwise than its parameter, the mask fits nothing
+            if isinstance(gradient, BoxPart) and gradient.counts is not None:
+                continue  # cut otherwise than its parameter: a mask would fit on some ranks and at some layouts only
+            local = local_part(gradient, self._rank)
             if local.element_size() < _FULL_BYTES:
                 continue
             size = local.abs()

@@ -133,12 +133,13 @@ class StepWatch:
 
     def _gradient_norm(self, squared: float) -> float | None:
         """Returns the norm that was told, that which an optimizer tells, or that of the parameters' gradients."""
-        told = [] if self._told_norm is None else [self._told_norm]
-        told += [
-            optimizer.global_grad_norm() for optimizer in self._optimizers if hasattr(optimizer, "global_grad_norm")
-        ]
-        told = [norm for norm in told if norm is not None]
-        return told[0] if told else math.sqrt(squared)
+        if self._told_norm is not None:
+            return self._told_norm
+        for optimizer in self._optimizers:
+            norm = optimizer.global_grad_norm() if hasattr(optimizer, "global_grad_norm") else None
+            if norm is not None or _keeps_gradients(optimizer):
+                return norm
+        return math.sqrt(squared)
 
     def take(self) -> StepFacts:
         """Returns what happened since the last call. Collective whenever norms were measured."""
@@ -156,7 +157,7 @@ class StepWatch:
             squares, changed, gradient = every[:count], every[count : 2 * count], every[2 * count : -1]
             grad_norm, update_norm = self._gradient_norm(math.fsum(gradient)), math.sqrt(math.fsum(squares))
             deltas = self._norms.norms(changed, self._watched)
-            keeps_gradients = any(getattr(optimizer, "keeps_gradients", False) for optimizer in self._optimizers)
+            keeps_gradients = any(map(_keeps_gradients, self._optimizers))
             step_norm = None if keeps_gradients else math.sqrt(every[-1])
             if self._all_next:
                 moved = self._norms.norms(changed, self._norms.names)
@@ -178,3 +179,8 @@ class StepWatch:
         )
         self.reset()
         return facts
+
+
+def _keeps_gradients(optimizer: Any) -> bool:
+    """Whether an optimizer takes the gradients off the parameters, so that nothing can be measured there."""
+    return bool(getattr(optimizer, "keeps_gradients", False))

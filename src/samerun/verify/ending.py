@@ -51,9 +51,9 @@ def check_ending(control: Span, candidate: Span, stage: str, *, optimizer: bool 
     if control.end is None or candidate.end is None:
         return []
     problems = [
-        *(_check_settings(control.end, candidate.end, stage) if optimizer else ()),
+        *(_check_settings(control, candidate, stage) if optimizer else ()),
         *(_check_counters(control.end, candidate.end, stage) if optimizer else ()),
-        *_check_trained(control.end, candidate.end, stage),
+        *_check_trained(control, candidate, stage),
         *_check_moved(control, candidate, stage),
     ]
     if candidate.loaded is not None:
@@ -157,17 +157,20 @@ def _differing(one: Body, other: Body) -> dict[tuple[str, str, str], tuple[Any, 
     return found
 
 
-def _check_settings(control: Body, candidate: Body, stage: str) -> Iterator[Problem]:
-    for (setting, _, _), (expected, found, names) in _differing(control, candidate).items():
-        yield _setting(f"after the window {setting} of {_several(names)} is not the control's", setting, names, stage)(
-            expected, found, Severity.ERROR
-        )
-    one, other = set(_settings(control)), set(_settings(candidate))
-    if lost := sorted(one ^ other):
+def _check_settings(control: Span, candidate: Span, stage: str) -> Iterator[Problem]:
+    """Settings in which the two part during the window; those that differed from the start are judged at load."""
+    before = {setting for setting, _, _ in _differing(control.loaded or {}, candidate.loaded or {})}
+    for (setting, _, _), (expected, found, names) in _differing(control.end or {}, candidate.end or {}).items():
+        if setting not in before:
+            message = f"after the window {setting} of {_several(names)} is not the control's"
+            yield _setting(message, setting, names, stage)(expected, found, Severity.ERROR)
+    known = set(_settings(control.loaded or {})) ^ set(_settings(candidate.loaded or {}))
+    one, other = set(_settings(control.end or {})), set(_settings(candidate.end or {}))
+    if odd := sorted((one ^ other) - known):
         yield Problem(
             "SR-UPD-SETTING",
-            f"after the window {_several(lost)} is in a parameter group of one job and in none of the other",
-            where={"stage": stage, "tensor": f"param:{lost[0]}"},
+            f"after the window {_several(odd)} is in a parameter group of one job and in none of the other",
+            where={"stage": stage, "tensor": f"param:{odd[0]}"},
             expected=f"{len(one)} parameters in groups",
             found=f"{len(other)}",
             hint="the script regroups or unfreezes parameters while it trains, by something that changed with the move",
@@ -214,11 +217,17 @@ def _check_counters(control: Body, candidate: Body, stage: str) -> Iterator[Prob
         )
 
 
-def _check_trained(control: Body, candidate: Body, stage: str) -> Iterator[Problem]:
-    """What trains, which tensors are tied, and their types: exact on every layout."""
-    one, other = control.get("tensors", {}), candidate.get("tensors", {})
+def _check_trained(control: Span, candidate: Span, stage: str) -> Iterator[Problem]:
+    """What trains, which tensors are tied, and their types, where the two agreed about it after loading."""
+    (was, one), (is_, other) = (_tensors(control), _tensors(candidate))
     for field, what in (("trainable", "trains"), ("aliases", "is tied"), ("dtype", "has its type")):
-        odd = [key for key in one if key in other and one[key].get(field) != other[key].get(field)]
+        odd = [
+            key
+            for key in one
+            if key in other
+            and one[key].get(field) != other[key].get(field)
+            and was.get(key, {}).get(field) == is_.get(key, {}).get(field)
+        ]
         if odd:
             yield Problem(
                 "SR-UPD-TENSOR",
@@ -228,6 +237,10 @@ def _check_trained(control: Body, candidate: Body, stage: str) -> Iterator[Probl
                 found=other[odd[0]].get(field),
                 hint="the script changes it while it trains, by something that changed with the move",
             )
+
+
+def _tensors(span: Span) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    return (span.loaded or {}).get("tensors", {}), (span.end or {}).get("tensors", {})
 
 
 def _check_moved(control: Span, candidate: Span, stage: str) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from samerun.core.plain import MISSING, differing_paths, is_opaque, plain
+from samerun.core.plain import MISSING, differing_paths, is_opaque, plain, unbox
 from samerun.errors import Problem, Severity
 from samerun.verify.generators import saved_digests
 
@@ -71,16 +71,17 @@ def check_scheduler(loaded: Loaded) -> list[Problem]:
 
 
 def _check_unsaved(loaded: Loaded, found: Any, declared: Declared) -> list[Problem]:
-    """A schedule that was not saved and begins anew believes in other rates than the optimizer brought back."""
+    """A schedule that was not saved and begins anew stands at other rates than the optimizer brought back."""
     parts: list[Any] = found if isinstance(found, list) else [found]
     believed = [rate for part in parts if isinstance(part, Mapping) for rate in _numbers(part.get("_last_lr"))]
-    rates: list[float] = loaded.found.get("learning_rates") or []
-    if len(believed) != len(rates) or np.allclose(believed, rates, rtol=1e-6, atol=0.0):
+    saved = [plain(group.hyperparameters.get("lr")) for group in loaded.state.groups]
+    rates = [float(rate) for rate in map(unbox, saved) if isinstance(rate, int | float)]
+    if len(believed) != len(rates) or np.allclose(sorted(believed), sorted(rates), rtol=1e-6, atol=0.0):
         return []
     return [
         Problem(
             "SR-LOAD-SCHED",
-            "the checkpoint holds no scheduler, and the job's has set other rates than the optimizer's groups have",
+            "the checkpoint holds no scheduler, and the job's stands at other rates than those of the saved groups",
             declared.severity,
             where={"key": "scheduler"},
             hint="it begins anew, with its warm-up: save scheduler.state_dict() with the checkpoint, or make it at its "

@@ -141,9 +141,11 @@ def check_optimizer_class(loaded: Loaded, optimizer: str | None) -> list[Problem
     """Returns a difference between the optimizer's class and the one that the manifest or the saved slots tell of."""
     severity = loaded.declared("optimizer").severity
     problems: list[Problem] = []
+    classes = [body["class"] for body in loaded.found.get("optimizers", ())]
+    # A run with several optimizers, such as Muon beside AdamW, names one of them.
+    if optimizer and classes and optimizer.lower() not in map(str.lower, classes):
+        problems.append(_class_problem(severity, "the optimizer's class", optimizer, ", ".join(classes)))
     for body in loaded.found.get("optimizers", ()):
-        if optimizer and body["class"].lower() != optimizer.lower():
-            problems.append(_class_problem(severity, "the optimizer's class", optimizer, body["class"]))
         decay = _saved_decay(loaded)
         if decay and body["decay"] and body["decay"] != decay and not _decay_in_groups(loaded):
             problems.append(_class_problem(severity, "how weight decay is applied", decay, body["decay"]))
