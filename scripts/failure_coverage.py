@@ -180,7 +180,7 @@ def page() -> tuple[str, list[str]]:
         "Written by `python scripts/make_docs.py`. Distilled from public reports and from reproductions. *I*: seen by",
         "`samerun inspect` from names, sizes and metadata; *D*: with `--deep`, which reads bytes, or beside a previous",
         "checkpoint. A row without a finding is not seen. The tests named provoke a finding; `test_silence` holds down",
-        "what is said of whole checkpoints of every framework: what it does not list is silent on all of them.",
+        "what is said of whole checkpoints of every framework: a finding not listed there is silent on all of them.",
         "",
         "| kind | | what happens | finding | tests |",
         "|---|---|---|---|---|",

@@ -311,6 +311,20 @@ def test_weights_alone_are_a_model_and_nothing_else(tmp_path: Path):
     assert plan.problems == ()
 
 
+def test_only_torch_s_scaler_becomes_the_scaler():
+    """Trainer loads `scaler.pt` where there is one, and in fp32 it has nothing to load it into."""
+    torch_s = {
+        "scale": 65536.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 0,
+    }
+    for value, written in ((torch_s, True), ({"cur_scale": 1.0, "dynamic": False}, False)):
+        plan = plan_of(replace(adam_state(), objects={"loss_scaler": value}))
+        assert ("scaler.pt" in [file.path for file in plan.files]) is written
+
+
 def test_nothing_is_written_before_what_blocks_is_decided(tmp_path: Path):
     source = open_checkpoint(ACCELERATE)
     writer = partial(lay_out, flavour="accelerate", max_shard_bytes=500)

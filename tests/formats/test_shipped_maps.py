@@ -132,6 +132,7 @@ def test_torchtitan_s_fused_moments_follow_the_weights_and_find_back() -> None:
     assert back.state.groups[0].params == before.groups[0].params
 
 
+@pytest.mark.framework
 @pytest.mark.filterwarnings("default")
 def test_transformers_gives_torchtitan_s_logits() -> None:
     transformers = pytest.importorskip("transformers")

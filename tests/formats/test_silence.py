@@ -44,6 +44,7 @@ SAID: dict[str, tuple[str, bool | None]] = {
         "DATA-MISSING SCHED-LAMBDA UNI-GROUPZERO UNI-MODELSTATE UNI-OPEN UNI-SHAREDSTEP UNI-STAGE VAL-ZERO", None,
     ),
     "megatron/fr_tp2pp2": ("FILE-GENERATION-OPEN MEG-VOCAB", None),
+    "megatron/dpr_buckets_dp2": ("FILE-GENERATION-OPEN MEG-BOUND MEG-VOCAB", None),
     "megatron/lg_dist_tied_pp2_dp2": ("MEG-BOUND MEG-VOCAB", True),
     "megatron/lg_moe_tp2ep2": ("MEG-BOUND MEG-VOCAB", True),
     "averages/diffusers.pt": ("DATA-MISSING OPT-ORDER RNG-MISSING SCHED-MISSING", True),

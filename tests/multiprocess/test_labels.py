@@ -82,6 +82,7 @@ def move(
         "progress__tokens": open_checkpoint(checkpoint).state.progress.tokens,
         "window__updates": UPDATES,
         "launch__command": CLEAN,
+        "launch__source_command": CLEAN,  # controls never have a fault
         "launch__environment": ENVIRONMENT,
         "launch__timeout_seconds": 300.0,
         **{

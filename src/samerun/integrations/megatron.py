@@ -121,6 +121,10 @@ class RecordedModel:
         for chunk in self.chunks:
             yield from chunk.modules()
 
+    def register_forward_pre_hook(self, hook: Any, **named: Any) -> Any:
+        """Calls `hook` before the first chunk's forward pass."""
+        return self.chunks[0].register_forward_pre_hook(hook, **named)
+
     def eval(self) -> None:
         """Puts the chunks into evaluation mode."""
         for chunk in self.chunks:

@@ -139,7 +139,8 @@ class _Writer:
         self.problems += carried.problems
         self._scheduler(sections, carried)
         self._generators(sections)
-        scaler = next((name for name, value in sections.items() if is_scaler(name, value)), None)
+        # By its keys alone: DeepSpeed's `loss_scaler` is none of torch's, and is there in fp32 and bf16 too.
+        scaler = next((name for name, value in sections.items() if is_scaler("", value)), None)
         if scaler is not None:
             self.archive("scaler.pt", sections.pop(scaler))
         if isinstance(sections.get("config"), dict) and "model_type" in sections["config"]:
