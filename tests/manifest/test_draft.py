@@ -10,10 +10,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from samerun.core.dtype import DTYPES
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, ParamGroup, RecordedProgress, Role, Topology
+from samerun.core.tolerance import precision_floor
 from samerun.manifest.draft import draft_manifest, yaml_value
+from samerun.manifest.models import Manifest
 from samerun.manifest.read import Document, parse_document
+from samerun.manifest.tolerances import METRICS, ControlTolerance
+from support.manifests import manifest_data
 from support.states import SHAPES, adam_state, tensor, without
 
 STATE = adam_state()
@@ -148,11 +153,27 @@ def test_stored_half_precision_is_computed_in() -> None:
 
 
 def test_floors_follow_precision_and_tokens() -> None:
-    exact, half = draft(), draft(adam_state(dtype="bfloat16"))
+    exact = draft(replace(STATE, objects={"config": {"precision": "float32"}}))
+    half = draft(adam_state(dtype="bfloat16"))
     assert exact.value("tolerances.loss.floor") == pytest.approx(1e-6, rel=0.1)
     assert half.value("tolerances.loss.floor") > 100 * exact.value("tolerances.loss.floor")
     uncounted = adam_state(dtype="bfloat16", progress=RecordedProgress(update=12))
     assert 1e-4 < draft(uncounted).value("tolerances.loss.floor") < 2e-2
+
+
+def test_floors_wait_for_a_precision_that_is_asked_for() -> None:
+    """Parameters in float32 may be computed with in bfloat16: floors of float32 would reject every clean move."""
+    assert draft().value("tolerances.loss.floor") is None
+    data = manifest_data(
+        run__precision="bfloat16",
+        progress__tokens=12_000,
+        **{f"tolerances__{metric}": {"from": "control", "factor": 10, "floor": None} for metric in METRICS},
+    )
+    settled = Manifest.from_data(data).settled_tolerances()
+    floors = {metric: item.floor for metric, item in settled.items() if isinstance(item, ControlTolerance)}
+    assert floors == {metric: precision_floor(metric, DTYPES["bfloat16"], 1000) for metric in METRICS}
+    stated = Manifest.from_data(manifest_data(run__precision="bfloat16")).settled_tolerances()
+    assert {item.floor for item in stated.values() if isinstance(item, ControlTolerance)} == {1e-6}
 
 
 def test_muons_steps_are_computed_in_bfloat16() -> None:
@@ -162,7 +183,8 @@ def test_muons_steps_are_computed_in_bfloat16() -> None:
         entries = [tensor("param:w", (4, 4)), tensor("optim.momentum_buffer:w", (4, 4))]
         groups = (ParamGroup(("w",), {"lr": 1.0, "nesterov": True, **hyperparameters}),)
         tensors = {str(entry.key): entry for entry in entries}
-        documents.append(draft(LogicalState(format="dcp", tensors=tensors, groups=groups)))
+        config = {"config": {"precision": "float32"}}
+        documents.append(draft(LogicalState(format="dcp", tensors=tensors, groups=groups, objects=config)))
     muon, sgd = documents
     assert (muon.value("run.optimizer"), sgd.value("run.optimizer")) == ("Muon", "SGD")
     for metric, wider in (("update_norm", True), ("parameter_delta", True), ("loss", True), ("eval_loss", False)):

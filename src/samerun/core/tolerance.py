@@ -175,6 +175,19 @@ def running_max(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(result)
 
 
+ASSUMED_TERMS = 256
+"""How many tokens an update is taken to average over, for the floors, where nobody counts them."""
+
+
+def terms_per_update(tokens: int | None, updates: int | None) -> int:
+    """Returns how many tokens an update averages over, from those committed since the run began.
+
+    >>> terms_per_update(12000, 12), terms_per_update(None, 12)
+    (1000, 256)
+    """
+    return max(tokens // updates, 1) if tokens and updates else ASSUMED_TERMS
+
+
 def precision_floor(metric: str, dtype: DType, num_terms: int) -> float:
     """Returns the relative difference that a changed order of sums may make to `metric` (see the module's formula).
 

@@ -18,16 +18,13 @@ from samerun.core.config import find_setting
 from samerun.core.dtype import parse_dtype
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role, Topology
-from samerun.core.tolerance import precision_floor
+from samerun.core.tolerance import precision_floor, terms_per_update
 from samerun.errors import Problem, Severity
 from samerun.manifest.models import PLACEHOLDERS, Declare
 from samerun.manifest.tolerances import METRICS
 
 FACTOR = 10
 """Bands that a draft proposes are this many times what two controls differ by."""
-
-ASSUMED_TERMS = 256
-"""How many tokens an update is taken to average over, for the floors, where the checkpoint does not count them."""
 
 _FRAMEWORKS = {
     "dcp": "pytorch",
@@ -353,11 +350,12 @@ def _put_tolerances(draft: _Draft, facts: _Facts) -> None:
     precision = _precision(facts)[0]
     kind = parse_dtype(precision if isinstance(precision, str) else next(iter(_stored_dtypes(facts.state)), "float32"))
     progress = facts.state.progress
-    terms = progress.tokens // progress.update if progress.tokens and progress.update else ASSUMED_TERMS
+    terms = terms_per_update(progress.tokens, progress.update)
     draft.section("tolerances")
+    floors = f"in {kind.name} over {terms} terms" if isinstance(precision, str) else "in run.precision, where null"
     draft.note(
         "Relative bands: factor x what the controls differ by, never below floor. The floors are what another order\n"
-        f"of additions does in {kind.name} over {terms} terms; lower precision needs wider ones (docs/manifest.md).\n"
+        f"of additions does {floors}; lower precision needs wider ones (docs/manifest.md).\n"
         "{from: user, limit: ..., reason: ...} states a band instead, {from: analysis} computes a bound."
     )
     # torch's Muon orthogonalises every gradient in bfloat16, whatever the precision of the run (2.13, `_muon.py`).
@@ -366,7 +364,8 @@ def _put_tolerances(draft: _Draft, facts: _Facts) -> None:
         draft.note("Muon computes its steps in bfloat16: what they lead to has the floors of that.")
     for metric in METRICS:
         of = kind if metric.startswith("eval_") else step
-        floor = float(f"{precision_floor(metric, of, terms):.1e}")
+        known = isinstance(precision, str) or of is not kind
+        floor = float(f"{precision_floor(metric, of, terms):.1e}") if known else None
         draft.put(metric, {"from": "control", "factor": FACTOR, "floor": floor})
 
 

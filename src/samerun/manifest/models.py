@@ -17,8 +17,9 @@ from pydantic import Discriminator, Field, JsonValue, Tag, field_validator
 from samerun.core.dtype import parse_dtype
 from samerun.core.mesh import Layout
 from samerun.core.size import parse_size
+from samerun.core.tolerance import terms_per_update
 from samerun.manifest.section import Count, Number, Positive, Section, Text
-from samerun.manifest.tolerances import Tolerances
+from samerun.manifest.tolerances import AnalysisTolerance, ControlTolerance, Tolerances, UserTolerance
 
 Framework = Literal["pytorch", "torchtitan", "deepspeed", "megatron", "huggingface", "accelerate", "lightning"]
 Format = Literal[
@@ -316,6 +317,11 @@ class Manifest(Section):
             if section[name] is None:  # came later: what was sealed before keeps its hash
                 del section[name]
         return data
+
+    def settled_tolerances(self) -> dict[str, ControlTolerance | AnalysisTolerance | UserTolerance]:
+        """Returns the tolerances by metric, with floors that `null` leaves to the precision filled in."""
+        terms = terms_per_update(self.progress.tokens, self.progress.update)
+        return self.tolerances.settled(parse_dtype(self.run.precision), terms)
 
     def sha256(self) -> str:
         """Returns `sha256:...` of the content; comments, order and spelled-out defaults make no difference."""

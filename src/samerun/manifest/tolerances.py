@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from samerun.core.dtype import DType
+from samerun.core.tolerance import precision_floor
 from samerun.manifest.section import Number, Section, Text
 
 METRICS = (*("loss", "grad_norm", "update_norm", "eval_loss", "eval_logits", "parameter_gradient", "parameter_delta"),)
@@ -16,7 +18,9 @@ class ControlTolerance(Section):
 
     source: Literal["control"] = Field(alias="from", description="Where the band comes from.")
     factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(description="Times the controls' deviation.")
-    floor: Number = Field(description="Smallest half-width of the band.")
+    floor: Number | None = Field(
+        description="Smallest half-width of the band; null takes what another order of additions does in run.precision."
+    )
     absolute: bool = Field(False, description="Absolute instead of relative deviations.")
 
 
@@ -68,3 +72,16 @@ class Tolerances(Section):
             like = self.grad_norm if self.parameter_delta.absolute else self.parameter_delta
             given["parameter_gradient"] = like
         return given
+
+    def settled(self, precision: DType, terms: int) -> dict[str, ControlTolerance | AnalysisTolerance | UserTolerance]:
+        """Returns the tolerances by metric, each floor that was left to the precision as the number that it is.
+
+        Args:
+            precision: in which type the forward pass computes.
+            terms: tokens of one update.
+        """
+        found = self.by_metric()
+        for metric, item in found.items():
+            if isinstance(item, ControlTolerance) and item.floor is None:
+                found[metric] = item.model_copy(update={"floor": precision_floor(metric, precision, terms)})
+        return found

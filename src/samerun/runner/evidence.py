@@ -173,7 +173,7 @@ def resolve_bands(manifest: Manifest, controls: Controls) -> tuple[tuple[Band, .
     """Returns (bands, tensors left out as noise, findings) for the manifest's window."""
     bands = plan_bands(
         controls,
-        manifest.tolerances.by_metric(),
+        manifest.settled_tolerances(),
         first_update=manifest.progress.update + 1,
         num_updates=manifest.window.updates,
         precision=parse_dtype(manifest.run.precision),

@@ -219,7 +219,7 @@ def _assess_controls(work: Work, plan: MigrationPlan, stage: Path) -> tuple[list
         first_update=plan.first_update,
         num_updates=plan.window_updates,
         boundaries=boundaries_of(manifest),
-        tolerances=manifest.tolerances.by_metric(),
+        tolerances=manifest.settled_tolerances(),
         precision=parse_dtype(manifest.run.precision),
     )
     problems += check_control_rates(manifest, plan, controls)

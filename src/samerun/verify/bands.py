@@ -112,7 +112,7 @@ def _control_band(
         indices[0],
         observed,
         factor=tolerance.factor,
-        floor=tolerance.floor,
+        floor=tolerance.floor or 0.0,
         absolute=tolerance.absolute,
         tensor=tensor,
     )

@@ -79,7 +79,7 @@ def _stated(tolerance: Tolerance) -> float:
     """Returns by how much the norm of a change may differ in any case: its direction may as well."""
     if tolerance.absolute or isinstance(tolerance, AnalysisTolerance):
         return 0.0
-    return tolerance.limit if isinstance(tolerance, UserTolerance) else tolerance.floor
+    return tolerance.limit if isinstance(tolerance, UserTolerance) else tolerance.floor or 0.0
 
 
 def split_directions(bands: Sequence[Band], vanish: frozenset[str]) -> tuple[list[Band], list[Problem]]:
