@@ -126,6 +126,7 @@ def test_a_checkpoint_by_keyboard_only(open_view: Open) -> None:
     press("Control+A")
     press("Delete")
     expect(page.locator(".tensors tbody tr")).to_have_count(20)
+    expect(page.locator("[role=treeitem]")).not_to_have_count(1)  # the tree follows the table
     tab_to("[role=treeitem]")
     press("ArrowDown")
     assert page.evaluate("document.activeElement.dataset.prefix") == "1"

@@ -124,3 +124,7 @@ def test_an_average_at_another_distance_decays_otherwise() -> None:
     assert codes(beside(0.1005), beside(0.1), beside(0.1001)) == []  # ten times what the controls differ by
     assert codes(beside(None), beside(None)) == []
     assert codes({}) == []
+    assert codes({"beside": {"average_lag": "nan", "buffers": {"mean": "inf"}}}) == [
+        ("SR-UPD-LAG", Severity.ERROR),
+        ("SR-UPD-BUFFER", Severity.WARNING),
+    ]

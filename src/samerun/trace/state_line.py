@@ -13,6 +13,7 @@ from samerun.trace.fields import (
     list_of,
     mapping_of,
     number,
+    optional_number,
     positive,
     text,
     truth,
@@ -81,4 +82,5 @@ _FIELDS: dict[str, _Reader] = {
 _OPTIONAL: dict[str, _Reader] = {
     "rank_rng": mapping_of(_or_null(_RANK_RNG)),
     "generators": mapping_of(mapping_of(digest)),
+    "beside": _record({"average_lag": optional_number, "buffers": mapping_of(number)}),
 }

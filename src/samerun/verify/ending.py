@@ -13,6 +13,7 @@ from typing import Any
 from samerun.core.plain import MISSING, same_plain
 from samerun.core.tolerance import deviation
 from samerun.errors import Problem, Severity
+from samerun.trace.fields import number
 from samerun.verify.observed import Observed
 
 Body = Mapping[str, Any]
@@ -61,6 +62,19 @@ def check_ending(control: Span, candidate: Span, stage: str, *, optimizer: bool 
     return problems
 
 
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """How far the average of the model lies from it (None: no average), and the norms of buffers."""
+
+    lag: float | None
+    buffers: Mapping[str, float]
+
+
+def _beside(told: Mapping[str, Any]) -> _Beside:
+    lag = told["average_lag"]
+    return _Beside(None if lag is None else number(lag), {name: number(norm) for name, norm in told["buffers"].items()})
+
+
 def check_beside(
     controls: Sequence[Body], candidate: Body | None, stage: str, *, floor: float, factor: float
 ) -> list[Problem]:
@@ -76,7 +90,7 @@ def check_beside(
         stage: for the findings' place.
         floor: of `parameter_delta`. factor: of the same.
     """
-    told = [body["beside"] for body in (*controls, candidate) if body is not None and body.get("beside")]
+    told = [_beside(body["beside"]) for body in (*controls, candidate) if body is not None and body.get("beside")]
     if candidate is None or not candidate.get("beside") or len(told) < 2:
         return []
     reference, *others, found = told
@@ -85,8 +99,8 @@ def check_beside(
         return max(10 * floor, factor * max((deviation(values[0], value) for value in values[1:]), default=0.0))
 
     problems: list[Problem] = []
-    lags = [each["average_lag"] for each in (reference, *others) if each["average_lag"] is not None]
-    lag = found["average_lag"]
+    lags = [each.lag for each in (reference, *others) if each.lag is not None]
+    lag = found.lag
     if lags and lag is not None and (distance := deviation(lags[0], lag)) > (most := limit(lags)):
         problems.append(
             Problem(
@@ -99,9 +113,9 @@ def check_beside(
                 "called another number of times",
             )
         )
-    for name, expected in reference["buffers"].items():
-        values = [expected, *(other["buffers"].get(name, expected) for other in others)]
-        norm = found["buffers"].get(name)
+    for name, expected in reference.buffers.items():
+        values = [expected, *(other.buffers.get(name, expected) for other in others)]
+        norm = found.buffers.get(name)
         if norm is not None and deviation(expected, norm) > limit(values):
             problems.append(
                 Problem(
