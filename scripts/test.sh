@@ -26,7 +26,9 @@ python -m pytest -n "$workers" --dist loadfile -m "not framework and not multipr
 python -m pytest -m "not framework and (multiprocess or browser)" || failed=$?
 # Last, the tests of frameworks, which may not skip here.
 if wait "$frameworks"; then
-  SAMERUN_FRAMEWORKS=1 .venv-trainers/bin/python -m pytest -m framework || failed=$?
+  # The documentation's blocks train in the tests' own process, from which no rank can be forked any more.
+  SAMERUN_FRAMEWORKS=1 .venv-trainers/bin/python -m pytest -m framework --ignore tests/docs || failed=$?
+  SAMERUN_FRAMEWORKS=1 .venv-trainers/bin/python -m pytest -m framework tests/docs || failed=$?
 else
   echo "the environment of the frameworks, .venv-trainers, could not be set up: their tests did not run" >&2
   failed=1
