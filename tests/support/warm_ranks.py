@@ -54,7 +54,8 @@ def warm_launches(*modules: str) -> Iterator[None]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         server = subprocess.Popen([sys.executable, __file__, path, *modules], env=environment, stdout=subprocess.PIPE)
         try:
-            if server.stdout is None or server.stdout.readline() != b"ready\n":
+            # A framework may say something of its own while it is imported.
+            if server.stdout is None or b"ready\n" not in iter(server.stdout.readline, b""):
                 raise RuntimeError("the server of warm ranks did not start")
             os.environ["WARM_RANKS"] = path
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (WARM_PATH, before["PYTHONPATH"])))
