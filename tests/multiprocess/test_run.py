@@ -308,7 +308,8 @@ def test_calibrating_shows_the_bands_that_the_controls_give(promoted: Workspace)
     environment = {**os.environ, **ENVIRONMENT}
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert shown.returncode == 0, shown.stderr
-    for metric in ("loss", "grad_norm", "update_norm", "eval_loss", "parameter_delta, widest of"):
+    of_each = ("parameter_gradient", "parameter_delta", "gradient_direction", "change_direction")
+    for metric in ("loss", "grad_norm", "update_norm", "eval_loss", *(f"{name}, widest of" for name in of_each)):
         assert metric in shown.stdout
     told = json.loads(subprocess.run([*command, "--json"], env=environment, capture_output=True, timeout=60).stdout)
     sealed = json.loads(promoted.rundir.sealed.read_text())["seals"][-1]["tolerances"]

@@ -67,10 +67,13 @@ def _print_bands(bands: Sequence[Band], noise: Sequence[str], place: Path) -> No
     table = Table(box=None, pad_edge=False, show_edge=False)
     for heading in ("metric", "controls differ by", "floor", "band", "from"):
         table.add_column(heading, justify="left" if heading in ("metric", "from") else "right", no_wrap=True)
-    whole = [band for band in bands if band.tensor is None]
-    each = [band for band in bands if band.tensor is not None]
-    for band in [*whole, *sorted(each, key=lambda band: -band.limits[-1])[:1]]:
-        name = band.metric if band.tensor is None else f"{band.metric}, widest of {len(each)}"
+    each: dict[str, list[Band]] = {}
+    for band in bands:
+        if band.tensor is not None:
+            each.setdefault(band.metric, []).append(band)
+    widest = [max(rows, key=lambda band: band.limits[-1]) for rows in each.values()]
+    for band in [*(band for band in bands if band.tensor is None), *widest]:
+        name = band.metric if band.tensor is None else f"{band.metric}, widest of {len(each[band.metric])}"
         seen = max(band.observed) if band.observed else None
         table.add_row(name, _number(seen), _number(band.floor), _span(band), band.origin)
     out.print()
