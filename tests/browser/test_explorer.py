@@ -162,7 +162,7 @@ def test_a_checkpoint_by_keyboard_only(open_view: Open) -> None:
 
 def test_shards_gaps_and_values_show_under_the_pointer(open_view: Open) -> None:
     page = open_view("tensor").page
-    assert page.locator("rect.part").count() == 4
+    expect(page.locator("rect.part")).to_have_count(4)
     gap, third = page.locator("rect.gap"), page.locator("rect.part").nth(1)
     top, below = gap.bounding_box(), third.bounding_box()
     assert top["y"] + top["height"] == pytest.approx(below["y"], abs=2)
@@ -175,12 +175,13 @@ def test_shards_gaps_and_values_show_under_the_pointer(open_view: Open) -> None:
     expect(page.locator(".histogram .readout")).to_contain_text("value")
     page.locator("input[value=decades]").check()
     expect(page.locator("svg.bars")).to_be_visible()
-    assert page.locator("rect.count").count() == 64
+    expect(page.locator("rect.count")).to_have_count(64)
 
 
 def test_sizes_lead_into_the_tree_and_the_table_sorts(open_view: Open) -> None:
     page = open_view("checkpoint").page
     tiles = page.locator(".tile")
+    expect(tiles.first).to_be_visible()
     areas = [box["width"] * box["height"] for box in (tile.bounding_box() for tile in tiles.all())]
     assert areas == sorted(areas, reverse=True)
     tiles.first.focus()
@@ -201,8 +202,8 @@ def test_sizes_lead_into_the_tree_and_the_table_sorts(open_view: Open) -> None:
 def test_what_deviates_most_comes_first(open_view: Open) -> None:
     page = open_view("diff").page
     settled("diff", page)
-    assert page.locator("#result .word").inner_text() == "DIFFERENT"
-    assert page.locator(".deviations tbody tr").count() == 1
+    expect(page.locator("#result .word")).to_have_text("DIFFERENT")
+    expect(page.locator(".deviations tbody tr")).to_have_count(1)
     page.locator("#two").select_option("0")
     page.locator("#compare").click()
     expect(page.locator("#result .word")).to_have_text("EQUAL", timeout=30_000)

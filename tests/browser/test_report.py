@@ -86,6 +86,7 @@ def test_values_show_under_the_pointer_in_every_chart_of_updates(open_page: Open
     plot.hover(position={"x": 5, "y": 20})
     expect(page.locator("#chart-loss .readout")).to_contain_text("update 13")
     for chart in ("loss", "grad_norm", "update_norm", "lr"):
+        expect(page.locator(f"#chart-{chart} .readout")).to_contain_text("update 13")
         text = page.locator(f"#chart-{chart} .readout").inner_text()
         assert text.startswith("update 13")
         assert "candidate" in text
@@ -124,7 +125,7 @@ def test_numbers_are_listed_on_demand(open_page: Open) -> None:
     page = open_page("promote").page
     figure = page.locator("#chart-grad_norm")
     figure.locator("summary").click()
-    assert figure.locator("tbody tr").count() == 20
+    expect(figure.locator("tbody tr")).to_have_count(20)
     assert figure.locator("thead th").all_inner_texts()[:3] == ["update", "control", "candidate"]
 
 
@@ -192,6 +193,7 @@ def test_samples_show_who_consumed_them(open_page: Open) -> None:
     strip = page.locator("[data-strip] svg").first
     strip.focus()
     page.keyboard.press("ArrowRight")
+    expect(page.locator("#strip-readout")).to_contain_text("sample ")
     text = page.locator("#strip-readout").inner_text()
     assert text.startswith("sample ")
     assert "update 13, place 1 of 32" in text
@@ -208,9 +210,9 @@ def test_ten_thousand_tensors_and_five_thousand_updates_stay_fluid(open_page: Op
     assert page.evaluate("document.querySelectorAll('*').length") < 12_000
     assert page.evaluate(SCRIPTS["frames"]) < 500
     page.locator("#tensor-table thead button").last.click()
-    assert page.locator("#tensor-table tbody tr").count() == 10
+    expect(page.locator("#tensor-table tbody tr")).to_have_count(10)
     page.locator("#tensor-more").click()
-    assert page.locator("#tensor-table tbody tr").count() == 210
+    expect(page.locator("#tensor-table tbody tr")).to_have_count(210)
     assert view.complaints == []
 
 
