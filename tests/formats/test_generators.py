@@ -125,3 +125,4 @@ def test_other_shapes() -> None:
     assert found({"jax": np.zeros(2, np.uint32), "seed": 5}) == {"every": ["other"]}
     many = {str(rank): ["torch"] for rank in range(8)} | {"every": ["numpy"]}
     assert describe_generators(many) == "torch of ranks 0 to 7 (8); numpy of no rank in particular"
+    assert describe_generators({"0": ["torch"], "every": ["torch"]}) == "torch of rank 0 and of no rank in particular"

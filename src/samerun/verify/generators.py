@@ -47,7 +47,9 @@ def describe_generators(generators: Mapping[str, list[str]]) -> str:
     """Returns the kinds with the ranks that have them, in one line.
 
     >>> describe_generators({"0": ["numpy", "torch"], "1": ["numpy", "torch"], "2": ["torch"]})
-    'numpy, torch of ranks 0, 1; torch of ranks 2'
+    'numpy, torch of ranks 0, 1; torch of rank 2'
+    >>> describe_generators({"0": ["torch"], "1": ["torch"], "every": ["torch"]})
+    'torch of ranks 0, 1 and of no rank in particular'
     """
     by_kinds: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for rank, kinds in generators.items():
@@ -56,10 +58,12 @@ def describe_generators(generators: Mapping[str, list[str]]) -> str:
 
 
 def _ranks(ranks: list[str]) -> str:
-    if ranks == [EVERY]:
-        return "no rank in particular"
-    shown = ", ".join(ranks) if len(ranks) <= 4 else f"{ranks[0]} to {ranks[-1]} ({len(ranks)})"
-    return f"ranks {shown}"
+    own = [rank for rank in ranks if rank != EVERY]
+    shown = ", ".join(own) if len(own) <= 4 else f"{own[0]} to {own[-1]} ({len(own)})"
+    said = [f"rank{'s' * (len(own) > 1)} {shown}"] if own else []
+    if len(own) < len(ranks):
+        said.append("no rank in particular")
+    return " and of ".join(said)
 
 
 def _rank(path: tuple[str, ...]) -> str:
