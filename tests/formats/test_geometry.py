@@ -18,7 +18,7 @@ from samerun.core.dtype import DTYPES
 from samerun.formats.base import Extent
 from samerun.formats.statedict.geometry import GeometryError, chunk_run, read_part
 from samerun.formats.statedict.stored import Stored, store_whole
-from samerun.formats.torchfile.unpickle import Inert
+from samerun.formats.torchfile.values import Inert
 from samerun.stores.local import MappedFiles
 
 PLACED = "torch.distributed.tensor.placement_types"

@@ -196,7 +196,7 @@ def test_findings(code: str, change: Callable[[LogicalState], LogicalState]) -> 
 
 
 def test_objects_that_loaders_refuse_are_left_out() -> None:
-    from samerun.formats.torchfile.unpickle import Inert
+    from samerun.formats.torchfile.values import Inert
 
     checkpoint = source_of("fr_tp2pp2")
     assert "SR-MGW-LEFTOUT" not in codes(plan(checkpoint.state, checkpoint))

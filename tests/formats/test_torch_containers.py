@@ -17,7 +17,7 @@ from samerun.formats.statedict.stored import Stored
 from samerun.formats.statedict.tree import open_file
 from samerun.formats.torchfile.container import read_torch_file
 from samerun.formats.torchfile.legacy import MAGIC
-from samerun.formats.torchfile.unpickle import Inert
+from samerun.formats.torchfile.values import Inert
 from samerun.stores.local import MappedFiles
 
 BASE = torch.arange(30.0).reshape(5, 6)

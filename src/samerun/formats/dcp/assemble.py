@@ -22,7 +22,8 @@ from samerun.formats.dcp.topology import find_topology
 from samerun.formats.dcpfile.index import NOWHERE, Index, StoredTensor
 from samerun.formats.dcpfile.items import Items, no_place
 from samerun.formats.dcpfile.opened import open_items
-from samerun.formats.torchfile.unpickle import Inert, decode_pickle
+from samerun.formats.torchfile.unpickle import decode_pickle
+from samerun.formats.torchfile.values import Inert
 from samerun.stores.local import MappedFiles
 
 _SMALL_TENSOR_BYTES = 1 << 20

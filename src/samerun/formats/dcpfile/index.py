@@ -24,7 +24,8 @@ from samerun.core.dtype import DType, parse_dtype
 from samerun.core.state import Tiling
 from samerun.errors import CorruptCheckpoint, Problem, Severity
 from samerun.formats.torchfile.scan import scan_pickle
-from samerun.formats.torchfile.unpickle import DECODING_ERRORS, Locked, RestrictedUnpickler, broken_pickle
+from samerun.formats.torchfile.stubs import Locked, RestrictedUnpickler
+from samerun.formats.torchfile.unpickle import DECODING_ERRORS, broken_pickle
 
 Ints = npt.NDArray[np.int64]
 NOWHERE = -1

@@ -14,7 +14,8 @@ from samerun.formats.dcpfile.files import DataFile
 from samerun.formats.dcpfile.index import NOWHERE, Index, Ints, StoredTensor
 from samerun.formats.dcpfile.packed import find_zstd, is_zstd, largest_item_bytes, unpack
 from samerun.formats.torchfile.archive import Archive, checksum_problem, read_archive, read_value
-from samerun.formats.torchfile.unpickle import Decoded, TensorRef
+from samerun.formats.torchfile.unpickle import Decoded
+from samerun.formats.torchfile.values import TensorRef
 from samerun.stores.crc32 import crc32
 from samerun.stores.local import MappedFiles
 

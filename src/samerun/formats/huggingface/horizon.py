@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from samerun.errors import Problem, Severity
-from samerun.formats.torchfile.unpickle import Inert
+from samerun.formats.torchfile.values import Inert
 
 _RTOL = 1e-6  # the formula is the one that gave the rate: only the last bits of a float64 may differ
 _ATOL = 1e-12

@@ -11,7 +11,7 @@ from samerun.core.state import RecordedProgress
 from samerun.errors import Problem, Severity
 from samerun.formats.statedict.saved import SavedState
 from samerun.formats.statedict.sidefiles import numbered, open_beside, read_json
-from samerun.formats.torchfile.unpickle import Inert
+from samerun.formats.torchfile.values import Inert
 from samerun.stores.local import MappedFiles
 
 

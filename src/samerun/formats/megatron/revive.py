@@ -13,7 +13,7 @@ from typing import Any
 from samerun.core.dtype import DTYPES
 from samerun.formats.statedict.carry import Unwritable, writable
 from samerun.formats.torchfile.nodes import Call, Named
-from samerun.formats.torchfile.unpickle import Inert
+from samerun.formats.torchfile.values import Inert
 
 _SAFE = {
     name: Named(*name.rsplit(".", 1))

@@ -19,7 +19,7 @@ import numpy as np
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, ParamGroup, RecordedProgress, Topology
 from samerun.errors import CorruptCheckpoint, Problem
-from samerun.formats.torchfile.unpickle import Inert
+from samerun.formats.torchfile.values import Inert
 
 SCHEMA = "samerun/state/1"
 

@@ -21,7 +21,7 @@ from samerun.formats.statedict.progress import read_progress
 from samerun.formats.statedict.tree import flatten
 from samerun.formats.torchfile.emit import emit_pickle
 from samerun.formats.torchfile.nodes import known
-from samerun.formats.torchfile.unpickle import Inert
+from samerun.formats.torchfile.values import Inert
 
 _COUNTERS = ("update", "samples", "tokens", "epoch")
 

@@ -18,7 +18,7 @@ from samerun.core.dtype import DType, parse_dtype
 from samerun.errors import FormatError
 from samerun.formats.base import Extent
 from samerun.formats.statedict.stored import Stored, read_stored
-from samerun.formats.torchfile.unpickle import Inert
+from samerun.formats.torchfile.values import Inert
 from samerun.stores.local import MappedFiles
 
 Run = tuple[int, int]  # start and stop along one dimension

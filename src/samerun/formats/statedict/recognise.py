@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from samerun.formats.statedict.stored import Stored
-from samerun.formats.torchfile.unpickle import Inert
+from samerun.formats.torchfile.values import Inert
 
 _RNG = re.compile(r"(?:^|[._])(?:rng|random|seed)s?(?:_?(?:state|rank|gen))*[._\d]*", re.IGNORECASE)
 _AVERAGE = re.compile(r"(?:^|[._])(?:ema|swa|averaged?|shadow)(?:$|[._])", re.IGNORECASE)

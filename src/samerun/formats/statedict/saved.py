@@ -26,7 +26,7 @@ from samerun.formats.statedict.recognise import (
 )
 from samerun.formats.statedict.stored import Stored
 from samerun.formats.statedict.swapped import swap_back
-from samerun.formats.torchfile.unpickle import Inert
+from samerun.formats.torchfile.values import Inert
 
 _DEPTH = 4
 

@@ -11,7 +11,7 @@ from samerun.core.dtype import DTYPES
 from samerun.errors import CorruptCheckpoint, FormatError, Problem
 from samerun.formats.statedict.stored import Stored, read_stored, store_nothing, store_whole
 from samerun.formats.torchfile.container import TorchFile, read_torch_file
-from samerun.formats.torchfile.unpickle import Inert, TensorRef
+from samerun.formats.torchfile.values import Inert, TensorRef
 from samerun.stores.local import MappedFiles
 
 SMALL_BYTES = 1 << 20

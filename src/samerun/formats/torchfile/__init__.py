@@ -2,7 +2,8 @@
 
 from samerun.formats.torchfile.archive import Archive, Record, read_archive, read_payload, read_value
 from samerun.formats.torchfile.scan import scan_pickle
-from samerun.formats.torchfile.unpickle import Decoded, Inert, TensorRef, decode_pickle
+from samerun.formats.torchfile.unpickle import Decoded, decode_pickle
+from samerun.formats.torchfile.values import Inert, TensorRef
 
 __all__ = [
     "Archive",

@@ -15,7 +15,8 @@ from typing import Any
 
 from samerun.errors import CorruptCheckpoint, Problem
 from samerun.formats.base import Extent
-from samerun.formats.torchfile.unpickle import Decoded, TensorRef, decode_pickle
+from samerun.formats.torchfile.unpickle import Decoded, decode_pickle
+from samerun.formats.torchfile.values import TensorRef
 from samerun.stores.remote import Buffer
 
 _END = struct.Struct("<4s4H2LH")

@@ -14,8 +14,10 @@ from typing import Any
 
 from samerun.errors import CorruptCheckpoint, Problem, UnsupportedVersion
 from samerun.formats.torchfile.archive import Archive, Record
+from samerun.formats.torchfile.plain import Converter
 from samerun.formats.torchfile.scan import COMPILE_FROM_BYTES, ENDLESS, TRUNCATED, scan_interpreted, scan_pickle
-from samerun.formats.torchfile.unpickle import DECODING_ERRORS, Converter, Decoded, RestrictedUnpickler, broken_pickle
+from samerun.formats.torchfile.stubs import RestrictedUnpickler
+from samerun.formats.torchfile.unpickle import DECODING_ERRORS, Decoded, broken_pickle
 from samerun.stores.remote import Buffer
 
 MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
