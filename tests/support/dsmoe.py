@@ -203,6 +203,17 @@ def _flat(engine: Any) -> dict[tuple[str, str], np.ndarray]:
     return found
 
 
+def held_bytes(engine: Any) -> dict[str, int]:
+    """Returns the bytes of this rank's parameters, optimizer state and masters."""
+    optimizer = engine.optimizer
+    slots = [value for state in optimizer.optimizer.state.values() for value in state.values() if value.ndim]
+    return {
+        "parameters": sum(p.numel() * p.element_size() for p in engine.module.parameters()),
+        "optimizer": sum(value.numel() * value.element_size() for value in slots),
+        "masters": sum(part.numel() * part.element_size() for part in optimizer.single_partition_of_fp32_groups),
+    }
+
+
 def facts(engine: Any) -> dict[str, Any]:
     """Returns groups and counters as the running job has them."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
@@ -217,7 +228,8 @@ def _source(rank: int, ranks: int, job: Job, folder: str, updates: int, more: in
     losses = train(engine, rank, ranks, 0, updates)
     engine.save_checkpoint(folder, client_state={"consumed_samples": updates * BATCH})
     now, known = held(engine, job, rank, ranks), facts(engine)
-    return {"losses": losses, "held": now, "facts": known, "later": train(engine, rank, ranks, updates, more)}
+    found = {"losses": losses, "held": now, "facts": known, "bytes": held_bytes(engine) if job.stage else {}}
+    return found | {"later": train(engine, rank, ranks, updates, more)}
 
 
 def _resumed(rank: int, ranks: int, job: Job, folder: str, first: int, more: int) -> dict[str, Any]:
@@ -236,7 +248,7 @@ def _together(found: list[dict[str, Any]]) -> dict[str, Any]:
     for rank in found:
         for name, values in rank["held"].items():
             assert np.array_equal(whole.setdefault(name, values), values), f"ranks differ in {name}"
-    return {**found[0], "held": whole}
+    return {**found[0], "held": whole, "bytes": [rank.get("bytes") for rank in found]}
 
 
 def make_source(job: Job, ranks: int, folder: Path, updates: int = 5, more: int = 5) -> dict[str, Any]:
