@@ -22,8 +22,14 @@ from support import dsmoe
 from support.dsjob import differing
 from support.dsmoe import Job
 
-pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.framework,
+    pytest.mark.multiprocess,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(900),
+]
 
+SAVED = 3
 _LOSS = 5e-7  # fp32, over five updates
 Moved = Callable[..., Path]
 
@@ -32,7 +38,7 @@ Moved = Callable[..., Path]
 def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Four ranks, each layer's 6 and 12 experts over two of them, stage 2."""
     folder = tmp_path_factory.mktemp("experts")
-    return folder, dsmoe.make_source(Job(2, 2), 4, folder / "source")
+    return folder, dsmoe.make_source(Job(2, 2), 4, folder / "source", updates=SAVED)
 
 
 def moved(folder: Path, layout: Layout, to: str = "zero") -> Path:
@@ -50,18 +56,18 @@ def labelled(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("stage", "ep", "ranks"), [(2, 2, 2), (1, 3, 3)])
 def test_the_engine_goes_on_at_another_degree(stage: int, ep: int, ranks: int, source: Any) -> None:
     folder, truth = source
-    found = dsmoe.resume(Job(stage, ep), ranks, moved(folder, Layout(dp_shard=ranks, ep=ep)))
+    found = dsmoe.resume(Job(stage, ep), ranks, moved(folder, Layout(dp_shard=ranks, ep=ep)), first=SAVED)
     assert differing(found["held"], truth["held"]) == []
     assert len(found["held"]) > 300  # masters, both moments and steps of 18 experts, frozen parameters, buffers
     assert labelled(found["facts"]["groups"]) == labelled(truth["facts"]["groups"])
     assert {group["name"] for group in found["facts"]["groups"] if group.get("moe")} == {f"ep_size_{ep}"}
     assert found["facts"]["counters"] == truth["facts"]["counters"]
-    assert found["client"] == 60
+    assert found["client"] == SAVED * dsmoe.BATCH
     assert found["later"] == pytest.approx(truth["later"], abs=_LOSS)
 
 
 def test_a_wrong_expert_shows(source: Any) -> None:
-    """Two experts' files change places: equality of weights sees it, and so do the next losses."""
+    """Two experts' weights change places in the files."""
     folder, truth = source
     dest = moved(folder, Layout(dp_shard=1))
     (first,), (second,) = (dest.glob(f"*/layer_0_expert_{number}_*") for number in (0, 1))
@@ -72,7 +78,7 @@ def test_a_wrong_expert_shows(source: Any) -> None:
         content = path.read_bytes()
         assert content.count(own.tobytes()) == 1
         path.write_bytes(content.replace(own.tobytes(), other.tobytes()))
-    found = dsmoe.resume(Job(2, 1), 1, dest, more=1)
+    found = dsmoe.resume(Job(2, 1), 1, dest, first=SAVED, more=1)
     assert f"module/{NAME}" in differing(found["held"], truth["held"])
 
 
