@@ -1,6 +1,6 @@
 """What DeepSpeed's own conversion gets wrong without an error: here the right values, or a refusal that names the file.
 
-On checkpoints that stock DeepSpeed wrote; what the running job held is the truth. That an engine then holds it too is in
+On checkpoints that stock DeepSpeed wrote; what the running job held is the truth. That engines then hold it too is in
 tests/multiprocess/test_deepspeed_jobs.py, and measured in docs/formats/universal.md.
 """
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from samerun.convert.convert import carry_out
 from samerun.convert.prepare import prepare
@@ -37,7 +38,8 @@ def saved(*, second: float = 0.9, more: int = 0) -> dict[str, Any]:
             scheduler.step()
     for _ in range(more):
         chained[1].step()
-    parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": UPDATES}
+    named = get_optimizer_state_dict(model, optimizer)
+    parts = {"model": model.state_dict(), "optimizer": named, "step": UPDATES}
     return parts | {"schedulers": [scheduler.state_dict() for scheduler in chained]}
 
 
@@ -94,7 +96,7 @@ def test_they_are_a_list_again_where_a_script_loads_them(form: str, between: str
         checkpoint = open_checkpoint(here)
         carry_out(prepare(checkpoint, dest, to=to))
         checkpoint.close()
-    found = torch.load(back)["schedulers"]
+    found = torch.load(back)["lr_scheduler"]  # where the torch writer puts what is a scheduler
     assert found == kept["schedulers"]
     optimizer = torch.optim.AdamW(nn.Linear(3, 5).parameters(), lr=0.1)
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1).load_state_dict(found[1])
