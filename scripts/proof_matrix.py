@@ -31,6 +31,7 @@ from typing import Any
 TOP = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TOP / "src"), str(TOP / "tests"), str(TOP / "scripts")]
 
+import proof_experts  # noqa: E402
 import proof_more  # noqa: E402
 import proof_titan  # noqa: E402
 
@@ -389,6 +390,7 @@ def _counts(rows: list[dict[str, Any]]) -> str:
 PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "safetensors": lambda: proof_more.prove_exports(find_sources(), convert_all_allowed),
     "into-deepspeed": lambda: proof_more.prove_into_deepspeed(find_sources(), convert_all_allowed),
+    "experts": lambda: proof_experts.prove_experts(convert_all_allowed, proof_more.wanted),
     "mapped-megatron": lambda: proof_more.prove_mapped_megatron(convert_all_allowed),
     "torchtitan": lambda: proof_titan.prove_with_torchtitan(find_sources(), convert_all_allowed),
     "more-huggingface": lambda: proof_more.prove_more_huggingface(convert_all_allowed),

@@ -78,10 +78,14 @@ def test_destinations_that_cut_by_more_than_data_are_refused(lay_out: Any, layou
 
 
 @pytest.mark.parametrize("lay_out", WRITERS)
-def test_experts_of_deepspeed_are_refused(lay_out: Any) -> None:
+def test_experts_beside_tensor_parallelism_and_fused_ones_are_refused(lay_out: Any) -> None:
     experts = tensors_of(**{"param:moe.deepspeed_experts.0.w": ((2,), "float32")})
+    cut = Topology(world_size=4, layout=Layout(dp_shard=2, tp=2))
     with pytest.raises(PlanError, match="SR-DSW-PARALLEL"):
-        plan_of(lay_out, state_of(experts))
+        plan_of(lay_out, state_of(experts, format="zero", topology=cut), Layout(dp_shard=2))
+    fused = Topology(world_size=4, layout=Layout(dp_shard=4, ep=2))
+    with pytest.raises(PlanError, match="SR-DSW-PARALLEL"):
+        plan_of(lay_out, state_of(tensors_of(), format="zero", topology=fused), Layout(dp_shard=2))
 
 
 def test_a_pipeline_of_deepspeed_becomes_universal_only() -> None:
@@ -96,11 +100,12 @@ def test_a_pipeline_of_deepspeed_becomes_universal_only() -> None:
 
 
 @needs_corpus
-@pytest.mark.parametrize(("source", "to"), [("pp2_ws2", "zero"), ("moe2_ws2", "zero"), ("moe2_ws2", "universal")])
+@pytest.mark.parametrize(("source", "to"), [("pp2_ws2", "zero"), ("moe2_ws2", "universal")])
 def test_no_decision_makes_an_engine_load_them(source: str, to: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(corpus(f"deepspeed-special/{source}"))
-    with pytest.raises(PlanError, match="SR-DSW-PARALLEL"):
-        prepare(checkpoint, tmp_path / "dest", to=to, layout=Layout(dp_shard=2), allow=load_catalog())
+    layout = Layout(dp_shard=2, ep=2 if source == "moe2_ws2" else 1)
+    with pytest.raises(PlanError, match=r"SR-DSW-(PARALLEL|EXPERTS)"):
+        prepare(checkpoint, tmp_path / "dest", to=to, layout=layout, allow=load_catalog())
     checkpoint.close()
     assert list(tmp_path.iterdir()) == []
 

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samerun.core.dtype import DTYPES
+from samerun.core.dtype import DTYPES, parse_dtype
 from samerun.core.mesh import Layout
-from samerun.core.state import LogicalState, ParamGroup, Role
+from samerun.core.state import LogicalState, ParamGroup, Role, Topology
 from samerun.plan.memory import ROOT_UNIT, MemoryEstimate, estimate_memory, trainable_fqns, unit_of
-from samerun.plan.migration import check_memory
+from samerun.plan.migration import check_memory, plan_memory
+from samerun.plan.sharding import destination_stage
+from support.manifests import manifest
 from support.states import SHAPES, adam_state, tensor, without
 
 
@@ -128,6 +130,66 @@ def test_stages_of_zero_divide_what_they_say() -> None:
     found = [estimate_memory(state, Layout(dp_shard=2), stage=stage).per_rank[0] for stage in range(4)]
     parts = [(r.parameters_bytes, r.gradients_bytes, r.optimizer_bytes, r.masters_bytes, r.gather_bytes) for r in found]
     assert parts == [(88, 60, 60, 0, 0), (88, 60, 32, 32, 0), (88, 32, 32, 32, 0), (48, 32, 32, 32, 64)]
+
+
+def test_experts_of_zero_are_whole_on_their_rank_until_a_stage_shards_them() -> None:
+    name = "moe.deepspeed_moe.experts.deepspeed_experts.{}.w"
+    both = [
+        tensor(f"{role}:{name.format(number)}", (5, 3)) for number in range(2) for role in ("param", "optim.exp_avg")
+    ]
+    found = [estimate_memory(by_hand(both), Layout(dp_shard=4, ep=2), stage=stage).per_rank for stage in (0, 1, 2)]
+    assert [[rank.parameters_bytes for rank in ranks] for ranks in found] == [[60] * 4] * 3
+    assert [[rank.optimizer_bytes for rank in ranks] for ranks in found] == [
+        [60] * 4,
+        [32, 32, 28, 28],
+        [32, 32, 28, 28],
+    ]
+
+
+def with_config(stage: object, **more: Any) -> LogicalState:
+    objects = {} if stage is None else {"ds_config": {"zero_optimization": stage}}
+    return replace(by_hand([tensor("param:w", (4,))]), objects=objects, **more)
+
+
+STAGES: list[tuple[LogicalState, str, str, int | None, int | None]] = [
+    (with_config(None), "pytorch", "dcp", None, None),
+    (with_config({"stage": 3}), "pytorch", "dcp", None, None),  # what wrote it is not what loads it
+    (with_config({"stage": 1}, format="zero"), "deepspeed", "zero", None, 1),
+    (with_config({"stage": 3}, format="zero"), "deepspeed", "universal", None, 3),
+    (with_config({"stage": 3}, format="zero"), "deepspeed", "zero", 2, 2),
+    (with_config(True, format="zero"), "huggingface", "zero", None, 1),
+    (with_config({"stage": 2}, format="huggingface"), "huggingface", "huggingface", None, 2),
+    (with_config(None, format="huggingface"), "huggingface", "huggingface", None, None),
+    (
+        with_config(None, format="dcp", topology=Topology(world_size=2, layout=Layout(dp_shard=2))),
+        "deepspeed",
+        "zero",
+        None,
+        3,
+    ),
+    (with_config(None, format="torch"), "deepspeed", "zero", None, 2),
+    (with_config(None, format="megatron"), "megatron", "megatron", None, 1),
+    (with_config(None, format="dcp"), "pytorch", "dcp", 0, 0),
+]
+
+
+@pytest.mark.parametrize(("state", "framework", "written", "declared", "stage"), STAGES)
+def test_a_plan_shards_as_the_job_that_loads_it(
+    state: LogicalState, framework: str, written: str, declared: int | None, stage: int | None
+) -> None:
+    assert destination_stage(state, framework=framework, written=written, declared=declared) == stage
+
+
+def test_a_plan_s_memory_is_that_of_its_stage() -> None:
+    state = with_config({"stage": 2}, format="zero")
+    layout = Layout(dp_shard=2)
+    for changes, stage in (({}, 2), ({"convert": {"to": "universal"}}, 2), ({"destination__stage": 3}, 3)):
+        said = manifest(run__framework="deepspeed", run__format="zero", **changes)
+        assert plan_memory(said, state, layout) == estimate_memory(
+            state, layout, stage=stage, compute_dtype=parse_dtype("float32")
+        )
+    away = manifest(run__framework="pytorch", run__format="zero", convert={"to": "dcp"})
+    assert plan_memory(away, state, layout).stage is None
 
 
 def test_experts_are_dealt_over_ep() -> None:

@@ -115,7 +115,7 @@ def print_memory(estimate: MemoryEstimate) -> None:
     stdout_console().print(table)
     if len(rows) > _SHOWN_ROWS:
         click.echo(f"and {len(rows) - _SHOWN_ROWS} smaller kinds of rank")
-    click.echo("sharded as by FSDP2" if estimate.stage is None else f"sharded as by ZeRO stage {estimate.stage}")
+    click.echo(_sharding(estimate))
     if unit := estimate.largest.gather_unit:
         click.echo(f"gather is the largest unit gathered at once: {printable(unit)}")
     if not estimate.optimizer_known:
@@ -128,6 +128,13 @@ def print_memory(estimate: MemoryEstimate) -> None:
     if (device := estimate.device_memory_bytes) is not None:
         share = estimate.largest.total_bytes / device
         click.echo(f"largest rank: {share:.0%} of {format_size(device)}, before activations")
+
+
+def _sharding(estimate: MemoryEstimate) -> str:
+    if estimate.stage is not None:
+        return f"sharded as by ZeRO stage {estimate.stage}"
+    alone = estimate.layout.dp_shard * estimate.layout.cp == 1
+    return "not sharded over data-parallel ranks, as by DDP" if alone else "sharded as by FSDP2"
 
 
 def _alike(estimate: MemoryEstimate) -> list[list[RankMemory]]:

@@ -136,6 +136,7 @@ def _preview(document: Document, state: LogicalState | None) -> tuple[tuple[Batc
     from samerun.manifest.models import Destination, Source
     from samerun.plan.batch import source_equation
     from samerun.plan.memory import estimate_memory
+    from samerun.plan.sharding import destination_stage
 
     destination = document.sections.get("destination")
     if not isinstance(destination, Destination):
@@ -150,8 +151,15 @@ def _preview(document: Document, state: LogicalState | None) -> tuple[tuple[Batc
     if state is None:
         return options, None
     computed = DTYPES.get(str(document.value("run.precision")))
+    framework, converted = document.value("run.framework"), document.value("convert.to")
+    stage = destination_stage(
+        state,
+        framework=str(framework) if framework else None,
+        written=str(converted or document.value("run.format") or state.format),
+        declared=destination.stage,
+    )
     device = destination.device_memory_bytes
-    return options, estimate_memory(state, layout, compute_dtype=computed, device_memory_bytes=device)
+    return options, estimate_memory(state, layout, stage=stage, compute_dtype=computed, device_memory_bytes=device)
 
 
 def _print_plan(document: Document, plan: MigrationPlan) -> None:

@@ -207,6 +207,33 @@ _EVERY = frozenset(
 """What torch's base class saves (2.13, and earlier versions)."""
 
 
+def schedulers_of(state: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], ...]:
+    """Returns the schedulers that a run saved: one as it is, several from the mapping by number that holds them.
+
+    >>> schedulers_of({"0": {"last_epoch": 4}, "1": {"last_epoch": 4}})
+    ({'last_epoch': 4}, {'last_epoch': 4})
+    """
+    if not state:
+        return ()
+    numbered = [state.get(str(number)) for number in range(len(state))]
+    parts = tuple(cast("Mapping[str, Any]", part) for part in numbered if isinstance(part, Mapping))
+    return parts if len(parts) == len(state) > 1 else (state,)
+
+
+def number_schedulers(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Returns several schedulers as one mapping by number, one as it is; the inverse of `schedulers_of`."""
+    if len(found) < 2:
+        return found[0] if found else None
+    return {str(number): part for number, part in enumerate(found)}
+
+
+def position_of(state: Mapping[str, Any] | None) -> int | None:
+    """Returns how often a scheduler was stepped, `last_epoch`; of several if they agree."""
+    found = {part.get("last_epoch") for part in schedulers_of(state)}
+    position = found.pop() if len(found) == 1 else None
+    return position if type(position) is int else None
+
+
 def parse_schedule(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]] = ()) -> Schedule:
     """Reads the state dict of one of torch's schedulers.
 
@@ -224,6 +251,8 @@ def parse_schedule(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 def _read(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Schedule:
     if "lr_decay_style" in state and "num_steps" in state:
         return _read_megatron(state, groups)
+    if (several := len(schedulers_of(state))) > 1:
+        raise _unknown(f"there are {several}, and which of them sets the rates is the script's")
     position = state.get("last_epoch")
     if not isinstance(position, int):
         raise _unknown("it does not tell where it stands")

@@ -17,6 +17,7 @@ from typing import Any, cast
 from samerun.core.config import find_setting
 from samerun.core.dtype import parse_dtype
 from samerun.core.mesh import Layout
+from samerun.core.schedule import position_of
 from samerun.core.state import LogicalState, Role, Topology
 from samerun.core.tolerance import precision_floor, terms_per_update
 from samerun.errors import Problem, Severity
@@ -271,9 +272,9 @@ def _scheduler(state: LogicalState) -> tuple[Any, str]:
             "the checkpoint holds no scheduler: where does it stand, such as {last_epoch: 12}? null for a constant"
         )
         return Ask(question), ""
-    position = {key: state.scheduler[key] for key in ("last_epoch",) if isinstance(state.scheduler.get(key), int)}
-    if position:
-        return position, ""
+    position = position_of(state.scheduler)
+    if position is not None:
+        return {"last_epoch": position}, ""
     return Ask("the saved scheduler has no last_epoch: what says where it stands? null if nothing does"), ""
 
 

@@ -98,6 +98,10 @@ class Destination(Side):
         None, description="Memory of one device, such as 80GiB; null leaves the comparison out."
     )
 
+    stage: Annotated[int, Field(ge=0, le=3)] | None = Field(
+        None, description="Stage of ZeRO in the destination's job; null takes the one that the checkpoint records."
+    )
+
     @field_validator("device_memory")
     @classmethod
     def _amount(cls, value: str | None) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from samerun.core.mesh import Layout
+from samerun.core.schedule import position_of
 from samerun.core.state import LogicalState, Role, Topology
 from samerun.errors import Problem, Severity
 from samerun.manifest.models import Manifest
@@ -208,7 +209,7 @@ def check_progress(manifest: Manifest, state: LogicalState) -> Iterator[Problem]
         if recorded is not None and claimed != recorded:
             yield _progress(name, claimed, recorded)
     for name, claimed in (said.scheduler or {}).items():
-        recorded = (state.scheduler or {}).get(name)
+        recorded = position_of(state.scheduler) if name == "last_epoch" else (state.scheduler or {}).get(name)
         if recorded is not None and claimed != recorded:
             yield _progress(f"scheduler.{name}", claimed, recorded)
     if said.samples != said.update * manifest.batch.global_batch:

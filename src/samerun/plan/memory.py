@@ -25,6 +25,7 @@ total is a lower bound. All amounts are in bytes.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -291,8 +292,9 @@ class _Cells:
     def _cut(self, fqn: str, shape: tuple[int, ...], from_stage: int) -> _Cut:
         """Returns how a tensor is cut that ZeRO shards from some stage on, and FSDP2 always."""
         layout, ranks = self.layout, self.layout.dp_shard * self.layout.cp
-        if layout.ep > 1 and "experts" in fqn.split("."):
-            return _cut_expert(fqn, shape, layout)
+        if layout.ep > 1 and (experts := _experts_in(fqn)):
+            flat = self.zero_stage is not None
+            return _cut_expert(experts, shape, layout, flat=flat, shared=not flat or self.zero_stage >= from_stage)
         rows, rest = _cut_tp(shape, layout.tp)
         if self.zero_stage is None:
             return _Cut(rows, rest, ranks, np.arange(self.width) // layout.tp)
@@ -353,15 +355,27 @@ def _cut_tp(shape: tuple[int, ...], tp: int) -> tuple[int, int]:
     return (rows, rest // tp) if shape[1] % tp == 0 else (rows, rest)
 
 
-def _cut_expert(fqn: str, shape: tuple[int, ...], layout: Layout) -> _Cut:
-    """Experts are dealt over `ep`, innermost in dp_shard x cp x tp; what is left of those ranks shards each of them."""
+_EXPERTS = re.compile(r"(?:^|\.)(?:\w+_)?experts(?:\.(?P<number>\d+))?(?=\.|$)")
+
+
+def _experts_in(fqn: str) -> re.Match[str] | None:
+    """Returns where a name says experts, the innermost word of several."""
+    return next(reversed(list(_EXPERTS.finditer(fqn))), None)
+
+
+def _cut_expert(experts: re.Match[str], shape: tuple[int, ...], layout: Layout, *, flat: bool, shared: bool) -> _Cut:
+    """Experts are dealt over `ep`, innermost in dp_shard x cp x tp; what is left of those ranks shards each of them.
+
+    With `flat` they are cut as vectors; without `shared` each of those ranks holds its experts whole.
+    """
     width = layout.dp_shard * layout.cp * layout.tp
     positions = np.arange(width)
-    shards = width // layout.ep
+    shards = width // layout.ep if shared else 1
+    index = positions // layout.ep if shared else np.zeros(width, np.int64)
     rows, rest = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-    parts = fqn.split(".")
-    number = parts[parts.index("experts") + 1] if parts[-1] != "experts" else ""
-    if not number.isdecimal():
-        return _Cut(math.ceil(rows / layout.ep), rest, shards, positions // layout.ep)
-    mine = positions % layout.ep == int(number) % layout.ep
-    return _Cut(rows, rest, shards, np.where(mine, positions // layout.ep, -1))
+    number = experts["number"]
+    if number is None:
+        rows = math.ceil(rows / layout.ep)
+    else:
+        index = np.where(positions % layout.ep == int(number) % layout.ep, index, -1)
+    return _Cut(rows * rest, 1, shards, index) if flat else _Cut(rows, rest, shards, index)

@@ -17,6 +17,7 @@ from samerun.plan.checks import check_manifest
 from samerun.plan.consequences import check_rates_known, plan_costs, plan_window_rates
 from samerun.plan.memory import MemoryEstimate, estimate_memory
 from samerun.plan.schedule import PlannedRates
+from samerun.plan.sharding import manifest_stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,10 +237,11 @@ def plan_migration(manifest: Manifest, state: LogicalState) -> MigrationPlan:
 
 
 def plan_memory(manifest: Manifest, state: LogicalState, layout: Layout) -> MemoryEstimate:
-    """Returns the memory estimate at `layout`, in the manifest's precision and against its device."""
+    """Returns the memory estimate at `layout` for the manifest's framework, precision and device."""
     return estimate_memory(
         state,
         layout,
+        stage=manifest_stage(manifest, state),
         compute_dtype=parse_dtype(manifest.run.precision),
         device_memory_bytes=manifest.destination.device_memory_bytes,
     )

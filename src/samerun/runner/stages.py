@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -243,14 +244,14 @@ def _assess_controls(work: Work, plan: MigrationPlan, stage: Path) -> tuple[list
 def run_convert(work: Work, plan: MigrationPlan) -> StageResult:
     """Writes the checkpoint in the format that the destination loads, reads it back, and proves it equal."""
     from samerun.convert.convert import carry_out
-    from samerun.convert.prepare import prepare
+    from samerun.convert.prepare import load_writer, prepare
 
     wanted = work.manifest.convert
     if wanted is None:
         raise ValueError("this migration converts nothing")
     place = work.resumed_from(LOAD)
     read = "the source is only read; the result lies in the run directory"
-    layout = plan.destination.layout
+    layout, stage = plan.destination.layout, work.manifest.destination.stage
     work.progress.stage_begins(CONVERT, f"convert to {wanted.to} for {layout} and prove it equal", read)
     clock = Clock()
     folder = work.directory.begin_stage(CONVERT)
@@ -270,6 +271,7 @@ def run_convert(work: Work, plan: MigrationPlan) -> StageResult:
                 dtype=dtypes,
                 original=opened,
                 masters=wanted.masters,
+                writer=partial(load_writer("zero"), stage=stage) if wanted.to == "zero" and stage else None,
             )
             done = carry_out(prepared)
         finally:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from samerun.core.schedule import position_of
 from samerun.core.state import LogicalState, Role, TensorEntry
 from samerun.errors import FormatError, Problem, Severity
 from samerun.formats.base import Checkpoint
@@ -210,8 +211,7 @@ def _check_progress(now: LogicalState, then: LogicalState) -> list[Problem]:
 
 
 def _position(state: LogicalState) -> int | None:
-    value = (state.scheduler or {}).get("last_epoch")
-    return value if type(value) is int else None
+    return position_of(state.scheduler)
 
 
 def _backwards(name: str, before: int, after: int) -> Problem:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from samerun.core.plain import MISSING, differing_paths, is_opaque, plain, unbox
+from samerun.core.schedule import schedulers_of
 from samerun.errors import Problem, Severity
 from samerun.verify.generators import saved_digests
 
@@ -66,8 +67,25 @@ def check_scheduler(loaded: Loaded) -> list[Problem]:
                 found="none",
             )
         ]
-    expected = plain(dict(saved), "scheduler")
-    return _leaf_problems("SR-LOAD-SCHED", "scheduler", expected, found, declared, "the schedule would go on elsewhere")
+    parts = [plain(dict(one), "scheduler") for one in schedulers_of(saved)] or [{}]
+    elsewhere = "the schedule would go on elsewhere"
+    if len(parts) > 1 and not isinstance(found, list):
+        first = _leaf_problems("SR-LOAD-SCHED", "scheduler", parts[0], found, declared, elsewhere)
+        return [*first, _told_of_one(len(parts))]
+    expected = parts if isinstance(found, list) else parts[0]
+    return _leaf_problems("SR-LOAD-SCHED", "scheduler", expected, found, declared, elsewhere)
+
+
+def _told_of_one(saved: int) -> Problem:
+    return Problem(
+        "SR-LOAD-SCHED",
+        f"the checkpoint holds {saved} schedulers and the job told of one; only the first was compared",
+        Severity.WARNING,
+        where={"key": "scheduler"},
+        hint="give the recorder all of them: attach(..., scheduler=[first, second])",
+        expected=f"{saved} schedulers",
+        found="one",
+    )
 
 
 def _check_unsaved(loaded: Loaded, found: Any, declared: Declared) -> list[Problem]:

@@ -290,7 +290,7 @@ def _check_hyperparameters(groups: Sequence[ParamGroup], *, usual: bool) -> list
     """Checks groups' settings and members. Trainer always makes a group without weight decay: it is `usual` that it is
     empty where only matrices are trained (adapters)."""
     problems: list[Problem] = []
-    every = sorted({name for group in groups for name in group.hyperparameters})
+    every = sorted({name for group in groups for name in group.hyperparameters} - {"name"})  # labels set nothing
     for number, group in enumerate(groups):
         missing = [name for name in every if name not in group.hyperparameters]
         if missing:

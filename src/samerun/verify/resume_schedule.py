@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from samerun.core.schedule import schedulers_of
 from samerun.core.state import LogicalState
 from samerun.errors import Problem, Severity
 
 
 def check_scheduler(state: LogicalState) -> list[Problem]:
     """Compares the scheduler's position with the update counter, and its last rates with the groups'."""
-    scheduler = state.scheduler
-    if not scheduler:
-        return []
+    schedulers = schedulers_of(state.scheduler)
     problems: list[Problem] = []
-    position, update, epoch = scheduler.get("last_epoch"), state.progress.update, state.progress.epoch
-    if isinstance(position, int) and update is not None and position not in (update, epoch):
-        problems.append(_position_differs(position, update))
-        problems += _check_processes(state, position, update)
-    last, rates = scheduler.get("_last_lr"), [group.hyperparameters.get("lr") for group in state.groups]
-    if isinstance(last, list) and len(last) == len(rates) and None not in rates and list(last) != rates:
-        problems.append(
-            Problem(
-                "SR-SCHED-LR",
-                "the scheduler's last learning rates are not those of the parameter groups",
-                severity=Severity.WARNING,
-                where={"key": "_last_lr"},
-                expected=rates,
-                found=list(last),
-                hint="one of the two was saved at another update, or changed by hand",
-            )
+    update, epoch = state.progress.update, state.progress.epoch
+    for position in dict.fromkeys(scheduler.get("last_epoch") for scheduler in schedulers):
+        if isinstance(position, int) and update is not None and position not in (update, epoch):
+            problems.append(_position_differs(position, update))
+            problems += _check_processes(state, position, update)
+    return [*problems, *_check_rates(state, schedulers), *(note for one in schedulers for note in _check_shape(one))]
+
+
+def _check_rates(state: LogicalState, schedulers: Sequence[Mapping[str, Any]]) -> list[Problem]:
+    """Compares the rates that schedulers set last with the groups': all together, or the last one's to be stepped."""
+    rates = [group.hyperparameters.get("lr") for group in state.groups]
+    last = [list(one["_last_lr"]) for one in schedulers if isinstance(one.get("_last_lr"), list)]
+    together = [rate for each in last for rate in each]
+    tellings = [told for told in (together, *last) if len(told) == len(rates)]
+    if not tellings or None in rates or rates in tellings:
+        return []
+    return [
+        Problem(
+            "SR-SCHED-LR",
+            "the scheduler's last learning rates are not those of the parameter groups",
+            severity=Severity.WARNING,
+            where={"key": "_last_lr"},
+            expected=rates,
+            found=tellings[-1],
+            hint="one of the two was saved at another update, or changed by hand",
         )
+    ]
+
+
+def _check_shape(scheduler: Mapping[str, Any]) -> list[Problem]:
+    problems: list[Problem] = []
     shapes = scheduler.get("lr_lambdas")
     if isinstance(shapes, list) and shapes and not any(shapes):  # None for a function, {} for a partial of one
         problems.append(

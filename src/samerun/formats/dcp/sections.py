@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from samerun.core.schedule import number_schedulers
 from samerun.core.state import RecordedProgress
 from samerun.errors import Problem, Severity
 from samerun.formats.dcp.roles import looks_random
@@ -66,7 +67,10 @@ def recognise(tree: Tree) -> Sections:
     rng: dict[str, Any] = {}
     data: dict[str, Any] = {}
     for name, last, node in _sections(tree):
-        if _is_scheduler(last, node):
+        listed = [item for item in node if _is_scheduler(last, item)] if isinstance(node, list) else []
+        if listed and len(listed) == len(node):
+            scheduler = number_schedulers(listed) if scheduler is None else scheduler
+        elif _is_scheduler(last, node):
             scheduler = node if scheduler is None else scheduler
         elif looks_random(last) and not _is_seed(node):
             rng[name] = node

@@ -38,24 +38,30 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What of a DeepSpeed configuration decides where values lie. `stage` is 1, 2 or 3; `ranks` is the DP degree."""
+    """What of a DeepSpeed configuration decides where values lie. `stage` is 1, 2 or 3; `ranks` is the DP degree.
+
+    With `data_first` (`use_data_before_expert_parallelism`) neighbouring ranks hold the same experts.
+    """
 
     stage: int
     ranks: int
     round_robin: bool = False
     parameter_alignment: bool = False
     sub_group_size: int = _DEFAULT_SUB_GROUP
+    data_first: bool = False
 
 
 def read_settings(state: LogicalState, ranks: int, stage: int) -> Settings:
     """Takes from the source's configuration what the destination's job will have in its own."""
-    zero = as_dict(as_dict(state.objects.get("ds_config")).get("zero_optimization"))
+    config = as_dict(state.objects.get("ds_config"))
+    zero = as_dict(config.get("zero_optimization"))
     return Settings(
         stage,
         ranks,
         round_robin=zero.get("round_robin_gradients") is True,
         parameter_alignment=zero.get("parameter_alignment") is True,
         sub_group_size=_number(zero.get("sub_group_size")) or _DEFAULT_SUB_GROUP,
+        data_first=config.get("use_data_before_expert_parallelism") is True,
     )
 
 

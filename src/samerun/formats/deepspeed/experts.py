@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,21 @@ class FusedLayer:
     prefix: str
     num_experts: int
     placement: Mapping[int, tuple[int, ...]]
+
+
+def expert_of(name: str) -> tuple[str, int, str] | None:
+    """Returns what an expert's name begins with, the expert's number, and the rest; None for any other name.
+
+    >>> expert_of("moe.deepspeed_experts.3.up.weight")
+    ('moe.deepspeed_experts.', 3, '.up.weight')
+    """
+    match = _EXPERT.fullmatch(name)
+    return (match[1], int(match[2]), match[3]) if match else None
+
+
+def is_buffer_of_expert(place: tuple[str, int, str], buffers: Container[str]) -> bool:
+    """Whether a tensor of an expert is a buffer. The first rank's file names its own buffers; it has an expert 0."""
+    return f"{place[0]}0{place[2]}" in buffers
 
 
 def local_experts(names: Iterable[str]) -> dict[str, int]:

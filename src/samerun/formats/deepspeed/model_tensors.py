@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from samerun.core.dtype import DType
 from samerun.core.state import Role, TensorKey, normalize_fqn
 from samerun.formats.base import Extent
-from samerun.formats.deepspeed.experts import FusedLayer, fused_layers, fused_slice
+from samerun.formats.deepspeed.experts import FusedLayer, expert_of, fused_layers, fused_slice, is_buffer_of_expert
 from samerun.formats.deepspeed.gather import Gatherer, parts_of_run, pieces_of_run, pieces_of_tensor
 from samerun.formats.deepspeed.model import ModelStates, shared_storage, tensors_in
 from samerun.formats.deepspeed.names import FileName
@@ -193,8 +193,10 @@ def _add_expert(
         full, cut = fused or cutter.cut(name, stage, rank, extent.shape)
         names.dtypes.setdefault(full, extent.dtype)
         names.order.setdefault(full)
+        place = expert_of(name)
+        buffer = place is not None and is_buffer_of_expert(place, names.buffers)
         gatherer.add(
-            TensorKey(Role.PARAM, normalize_fqn(full)),
+            TensorKey(Role.BUFFER if buffer else Role.PARAM, normalize_fqn(full)),
             full,
             extent.dtype,
             cut.shape,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from samerun.core.state import TensorEntry
+from samerun.formats.deepspeed.experts import expert_of
 from samerun.formats.deepspeed.flat import parts_of
 from samerun.formats.deepspeed.training import Held, Trained, Training
 from samerun.formats.torchfile.emit import Storage, Tensor, size, whole
@@ -18,11 +19,23 @@ def write_tensor(entry: TensorEntry) -> Tensor:
 
 
 def whole_module(training: Training) -> dict[str, Any]:
-    """Returns a model's state dict with every tensor whole. Tied names share one storage."""
-    module = {held.name: write_tensor(held.entry) for held in (*training.frozen, *_trained(training))}
-    module |= {held.name: write_tensor(held.entry) for held in training.buffers}
+    """Returns a model's state dict with every tensor whole, without experts. Tied names share one storage."""
+    held = (*training.frozen, *_trained(training), *training.buffers)
+    module = {one.name: write_tensor(one.entry) for one in held if expert_of(one.name) is None}
     module |= {alias: Tensor(module[name].storage, module[name].shape) for alias, name in training.shared.items()}
     return module
+
+
+def expert_modules(training: Training) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yields each expert: the number of its layer, its own, and its tensors under their global names."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for held in (*training.frozen, *_trained(training), *training.buffers):
+        place = expert_of(held.name)
+        if place is not None:
+            found.setdefault(place[:2], {})[held.name] = write_tensor(held.entry)
+    for layer, (prefix, count) in enumerate(training.layers.items()):
+        for number in range(count):
+            yield layer, number, found.get((prefix, number), {})
 
 
 def empty_module(training: Training) -> dict[str, Any]:

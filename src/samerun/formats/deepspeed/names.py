@@ -74,3 +74,8 @@ def model_name(mp: int, dp: int | None) -> str:
 def optim_name(mp: int, dp: int, precision: str) -> str:
     """Returns the name of an optimizer file."""
     return f"{f'{precision}_' if precision else ''}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
+
+
+def expert_name(layer: int, expert: int) -> str:
+    """Returns the name of an expert's file; both numbers are global."""
+    return f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"

@@ -18,13 +18,13 @@ from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role, TensorEntry, normalize_fqn
 from samerun.errors import PlanError, Problem, Severity
 from samerun.formats.base import Array, WriteSource
+from samerun.formats.deepspeed.experts import expert_of
 from samerun.formats.statedict.carry import writable_settings
 from samerun.formats.torchfile.emit import Tensor, known
 
 OWN_FORMATS = ("zero", "universal")
 STEP = "step"
 _SIXTEEN = ("bfloat16", "float16")
-_EXPERT = re.compile(r"\bdeepspeed_experts\.")
 _LAYER = re.compile(r"(?:\d+|tied_modules)\.")
 
 
@@ -48,12 +48,16 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedGroup:
-    """One parameter group. `slots` gives the element type of each slot, `scalars` what is kept once for the group."""
+    """One parameter group. `slots` gives the element type of each slot, `scalars` what is kept once for the group.
+
+    `dealt` are, of a group of experts, what each expert-parallel rank holds, under that rank's own names.
+    """
 
     members: tuple[Trained, ...]
     settings: dict[str, Any]
     slots: Mapping[str, DType]
     scalars: Mapping[str, Array]
+    dealt: tuple[tuple[Trained, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,12 +70,18 @@ class Held:
 
 @dataclass(slots=True)
 class Training:
-    """A whole run. `shared` gives tied names by alias; `precision` is `bf16`, `fp16` or empty (fp32)."""
+    """A whole run. `shared` gives tied names by alias; `precision` is `bf16`, `fp16` or empty (fp32).
+
+    `layers` are the layers of experts with their numbers of experts, by what experts' names begin with; `ep` is over
+    how many ranks the experts of a layer are dealt.
+    """
 
     groups: list[TrainedGroup] = field(default_factory=list[TrainedGroup])
     frozen: list[Held] = field(default_factory=list[Held])
     buffers: list[Held] = field(default_factory=list[Held])
     shared: dict[str, str] = field(default_factory=dict[str, str])
+    layers: dict[str, int] = field(default_factory=dict[str, int])
+    ep: int = 1
     precision: str = ""
     dropped: dict[str, str] = field(default_factory=dict[str, str])
     problems: list[Problem] = field(default_factory=list[Problem])
@@ -117,23 +127,42 @@ def name_of(state: LogicalState, entry: TensorEntry) -> str:
 
 
 def check_parallel(state: LogicalState, layout: Layout | None, target: str) -> list[Problem]:
-    """Returns what is not laid out: DeepSpeed's pipelines and experts, destinations cut by more than data.
+    """Returns what is not laid out: pipelines as `zero`, experts beside them, destinations cut by more than data.
 
     No decision of the user changes that: what would be written, no engine loads.
     """
     problems: list[Problem] = []
     fqns = [entry.key.fqn for entry in state.tensors.values() if entry.key.role is Role.PARAM]
     own = state.format in OWN_FORMATS
-    held = state.topology.layout
+    held = (state.topology.layout if own else None) or Layout()
     pipeline = own and any(_LAYER.match(fqn) for fqn in fqns)
     staged = pipeline and target == "universal"  # its folders have the pipeline's names, at any number of stages
-    if pipeline and held is not None and held.pp > 1 and not staged:
+    if pipeline and held.pp > 1 and not staged:
         problems.append(_parallel("the source is a DeepSpeed pipeline, whose layers lie in files of their own", target))
-    if any(_EXPERT.search(fqn) for fqn in fqns) or (own and held is not None and held.ep > 1):
-        problems.append(_parallel("the source has DeepSpeed's experts, which lie in files of their own", target))
-    if layout is not None and (layout.tp, 1 if staged else layout.pp, layout.ep) != (1, 1, 1):
+    experts = any(expert_of(fqn) is not None for fqn in fqns)
+    if experts and (held.tp, held.pp) != (1, 1):
+        problems.append(_parallel("the source has DeepSpeed's experts beside tensor or pipeline parallelism", target))
+    elif not experts and held.ep > 1:
+        problems.append(_parallel("the source has experts that are parts of fused tensors (AutoEP)", target))
+    wanted = layout or Layout()
+    if (wanted.tp, 1 if staged else wanted.pp, 1 if experts else wanted.ep) != (1, 1, 1):
         problems.append(_parallel(f"the destination {layout} is cut by tensor, pipeline or expert parallelism", target))
+    ep = (layout or held).ep
+    if experts and target == "universal" and ep > 1:
+        problems.append(_unnumbered(ep))
     return problems
+
+
+def _unnumbered(ep: int) -> Problem:
+    return Problem(
+        "SR-DSW-EXPERTS",
+        f"a rank of a job with ep={ep} looks for its own experts under numbers from 0, so load_universal gives every "
+        "rank the first rank's",
+        hint=f"for a job with ep_size=1 write it with a layout that says so (--layout dp_shard=N); for ep={ep} use "
+        f"`--to zero --layout dp_shard=N,ep={ep}`",
+        expected="ep=1",
+        found=f"ep={ep}",
+    )
 
 
 def _parallel(what: str, target: str) -> Problem:

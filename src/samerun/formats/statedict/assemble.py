@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from samerun.core.dtype import DTYPES
+from samerun.core.schedule import number_schedulers
 from samerun.core.state import (
     WRAPPERS,
     LogicalState,
@@ -205,13 +206,13 @@ class _Assembly:
         data = {name: plain[name] for name in saved.data}
         progress, problems = read_progress(objects, data)
         self.problems.extend(problems)
-        scheduler = next((plain[name] for name, _ in saved.schedulers if isinstance(plain[name], Mapping)), None)
+        schedulers = {name: plain[name] for name, _ in saved.schedulers if isinstance(plain[name], Mapping)}
         return LogicalState(
             format=format,
             tensors=self.tensors,
             groups=groups,
             progress=self.complete(_merge_progress(saved.progress, progress)),
-            scheduler=scheduler,
+            scheduler=number_schedulers(_of_first_list(schedulers)),
             rng={name: plain[name] for name in saved.rng},
             data=data,
             objects=objects,
@@ -271,6 +272,19 @@ def _prefixes(models: Sequence[SavedModel], named: Sequence[Named]) -> dict[int,
     clash = len(names) > len(set(names))
     bare = set[int]() if clash else {id(model) for model in chief}
     return {id(model): "" if id(model) in bare or not model.name else f"{model.name}." for model in mains}
+
+
+def _of_first_list(schedulers: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the first scheduler, with those that lie in one list with it (`schedulers.0`, `schedulers.1`)."""
+    first = next(iter(schedulers), "")
+    place, _, number = first.rpartition(".")
+    if not number.isdecimal():
+        return [schedulers[first]] if first else []
+    return [
+        value
+        for name, value in schedulers.items()
+        if name.rpartition(".")[0] == place and name[len(place) + 1 :].isdecimal()
+    ]
 
 
 def _merge_progress(first: RecordedProgress | None, second: RecordedProgress) -> RecordedProgress:

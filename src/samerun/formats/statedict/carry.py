@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from samerun.core.dtype import DTYPES
+from samerun.core.schedule import schedulers_of
 from samerun.core.state import LogicalState
 from samerun.errors import Problem
 from samerun.formats.statedict.progress import read_progress
@@ -73,9 +74,10 @@ def _sections(state: LogicalState, carried: Carried) -> Iterator[tuple[str, Any]
         found = _find_section(state.scheduler, state.objects)
         listed = found is not None and found.rpartition(".")[2].isdecimal()  # in a list, as Lightning keeps it
         carried.scheduler = found if found is not None and not listed else "lr_scheduler"
-        whole[carried.scheduler] = state.scheduler
+        several = schedulers_of(state.scheduler)
+        whole[carried.scheduler] = list(several) if len(several) > 1 else state.scheduler  # a list again, as it was
         done.add(carried.scheduler)
-        yield carried.scheduler, state.scheduler
+        yield carried.scheduler, whole[carried.scheduler]
     covered = {inner for name, node in whole.items() for inner in _names_in(node, name)}
     moved = set(_names_in(state.scheduler, found)) if state.scheduler and listed and found is not None else set[str]()
     for name, value in state.objects.items():

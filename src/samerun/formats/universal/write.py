@@ -29,6 +29,7 @@ from samerun.formats.deepspeed.carried import (
     write_common,
     write_config,
 )
+from samerun.formats.deepspeed.dealing import deal_experts
 from samerun.formats.deepspeed.flat import concatenated_buffer
 from samerun.formats.deepspeed.modelfile import frozen_shapes, untrained_module, write_shapes
 from samerun.formats.deepspeed.names import model_name
@@ -55,6 +56,7 @@ def lay_out(source: WriteSource, layout: Layout | None = None) -> DestinationPla
     """Plans the directory: `latest_universal` and one tag. Of the layout, only the number of ranks is looked at."""
     state = source.state
     training = plan_training(source, layout, "universal")
+    deal_experts(state, training, 1)
     chosen = layout or state.topology.layout
     ranks = chosen.batch_replicas * chosen.cp if chosen is not None else 1
     settings = read_settings(state, ranks, source_stage(state) or _WHOLE_GROUPS)

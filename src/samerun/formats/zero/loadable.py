@@ -21,7 +21,8 @@ def _rigid(source: Source) -> list[Problem]:
     return [
         Problem(
             "SR-ZERO-RIGID",
-            f"DeepSpeed loads this at dp={degrees.dp}, tp={degrees.tp}, pp={degrees.pp} only",
+            f"DeepSpeed loads this at dp={degrees.dp}, tp={degrees.tp}, pp={degrees.pp}"
+            f"{f', ep={degrees.ep}' if degrees.ep > 1 else ''} only",
             severity=Severity.NOTE,
             where={"file": str(source.root)},
             hint=f"for another number of ranks convert it first: {conversion_hint(source)}",
@@ -31,9 +32,10 @@ def _rigid(source: Source) -> list[Problem]:
 
 def conversion_hint(source: Source) -> str:
     """Returns which conversion takes the checkpoint to another number of ranks."""
-    if source.experts or source.expert_optims or source.degrees.ep > 1 or source.degrees.pp > 1:
-        return "`samerun convert --to dcp` holds every tensor whole; pipelines and experts are not written back"
-    own = "`samerun convert --to zero --layout dp=N`"
+    experts = bool(source.experts or source.expert_optims or source.degrees.ep > 1)
+    if source.degrees.pp > 1 or (experts and (_fuses_experts(source) or source.degrees.tp > 1)):
+        return "`samerun convert --to dcp` holds every tensor whole; pipelines and fused experts are not written back"
+    own = f"`samerun convert --to zero --layout dp=N{',ep=M' if experts else ''}`"
     if native_conversion_fails(source):
         return f"{own}; DeepSpeed's own ds_to_universal cannot"
     extra = "" if source.stage == 3 or _has_info(source) else " with --inject_missing_state"
@@ -48,8 +50,12 @@ def _has_info(source: Source) -> bool:
 def native_conversion_fails(source: Source) -> bool:
     """Whether DeepSpeed's own converter refuses the checkpoint: stage 0, elastic, or native experts."""
     elastic = any(optim.layout == "elastic" for optim in source.optims.values())
-    native_experts = bool(source.experts) and not (source.first and source.first.value.get("ds_autoep_layers"))
+    native_experts = bool(source.experts) and not _fuses_experts(source)
     return source.stage == 0 or elastic or native_experts
+
+
+def _fuses_experts(source: Source) -> bool:
+    return bool(source.first and source.first.value.get("ds_autoep_layers"))
 
 
 def check_conversion(source: Source, flat: Flat) -> list[Problem]:
@@ -98,8 +104,10 @@ def _warning(source: Source, code: str, message: str, hint: str) -> Problem:
 def check_destination(source: Source, destination: Layout) -> list[Problem]:
     """Checks whether DeepSpeed itself would load the checkpoint at another layout."""
     degrees = source.degrees
-    wanted = (destination.batch_replicas * destination.cp, destination.tp, destination.pp)
-    held = (degrees.dp, degrees.tp, degrees.pp)
+    ep = max([degrees.ep, *((name.expert or 0) + 1 for name in source.expert_optims)])
+    experts = ep if source.experts or source.expert_optims or ep > 1 else destination.ep
+    wanted = (destination.batch_replicas * destination.cp, destination.tp, destination.pp, destination.ep)
+    held = (degrees.dp, degrees.tp, degrees.pp, experts)
     same_model = wanted[1:] == held[1:]
     if wanted == held or (source.stage == 0 and same_model):
         return []
@@ -109,11 +117,16 @@ def check_destination(source: Source, destination: Layout) -> list[Problem]:
             "SR-ZERO-RIGID",
             f"DeepSpeed refuses this checkpoint at that layout, {how}"
             if same_model or source.stage
-            else "DeepSpeed cannot change tensor or pipeline parallelism of this checkpoint",
+            else "DeepSpeed cannot change tensor, pipeline or expert parallelism of this checkpoint",
             severity=Severity.WARNING,
             where={"file": str(source.root)},
-            expected=f"dp={held[0]},tp={held[1]},pp={held[2]}",
-            found=f"dp={wanted[0]},tp={wanted[1]},pp={wanted[2]}",
+            expected=_degrees(held),
+            found=_degrees(wanted),
             hint=f"convert it first: {conversion_hint(source)}",
         )
     ]
+
+
+def _degrees(found: tuple[int, int, int, int]) -> str:
+    dp, tp, pp, ep = found
+    return f"dp={dp},tp={tp},pp={pp}" + (f",ep={ep}" if ep > 1 else "")

@@ -27,7 +27,7 @@ from samerun.formats.deepspeed.shards import FlatShard, OptimStates
 from samerun.formats.deepspeed.slices import Slice
 from samerun.formats.deepspeed.states import as_dict, enum_number, plain_value
 from samerun.formats.torchfile import TensorRef
-from samerun.formats.zero.source import Source, is_expert_group
+from samerun.formats.zero.source import Source, is_expert_group, without_role
 
 
 @dataclass(slots=True)
@@ -283,8 +283,7 @@ def own_order(source: Source, mp: int, number: int, shapes: Shapes) -> list[str]
 
 
 def _plain(source: Source, optim: OptimStates, settings: Mapping[str, Any]) -> dict[str, Any]:
-    plain = plain_value(dict(settings), optim.file, source.files)
-    plain.pop("moe", None)  # says which group it is, and is no hyperparameter
+    plain = without_role(plain_value(dict(settings), optim.file, source.files))
     return {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in plain.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -192,6 +193,14 @@ def _expert_degree(optim: OptimStates, dp: int) -> int:
 def is_expert_group(group: Mapping[str, Any]) -> bool:
     """Returns whether a parameter group is one of DeepSpeed's for experts."""
     return group.get("moe") is True
+
+
+def without_role(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a group's hyperparameters without what says that it is one for experts, and at which degree."""
+    left = {name: value for name, value in settings.items() if name != "moe"}
+    if is_expert_group(settings) and re.fullmatch(r"ep_size_\d+", str(left.get("name", ""))):
+        del left["name"]
+    return left
 
 
 def _stage(

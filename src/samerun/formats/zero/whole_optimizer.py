@@ -24,7 +24,7 @@ from samerun.formats.deepspeed.states import StateFile, as_count, as_dict, as_li
 from samerun.formats.torchfile import TensorRef
 from samerun.formats.zero.optimizer_tensors import Flat
 from samerun.formats.zero.positional import match_groups, match_unique
-from samerun.formats.zero.source import Source
+from samerun.formats.zero.source import Source, without_role
 from samerun.formats.zero.whole_states import WholeState, whole_states
 
 _COMPARED_ELEMENTS = 256
@@ -87,8 +87,7 @@ class _Adder:
 
     def _settings(self, group: dict[Any, Any]) -> dict[str, Any]:
         settings = {str(key): value for key, value in group.items() if key != "params"}
-        plain = plain_value(settings, self.file, self.source.files)
-        plain.pop("moe", None)
+        plain = without_role(plain_value(settings, self.file, self.source.files))
         return {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in plain.items()}
 
     def _members(

@@ -6,19 +6,18 @@ pipelines, every stage keeps its own, and the layers that belong to the stage ha
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from samerun.formats.base import Extent
+from samerun.formats.deepspeed.experts import expert_of, is_buffer_of_expert
 from samerun.formats.deepspeed.model import ModelStates, tensors_in
 from samerun.formats.deepspeed.model_tensors import Names
 from samerun.formats.deepspeed.states import StateFile, as_dict, as_list
 from samerun.formats.zero.source import Source
 
 Candidates = tuple[tuple[str, Extent], ...]
-_EXPERT = re.compile(r".*\bdeepspeed_experts\.(\d+)\..+")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,21 +75,24 @@ def _by_expert_rank(source: Source, names: Names) -> Iterator[WholeState]:
             continue
         number = name.expert or 0
         counts = [count for count in as_list(model.value.get("num_experts")) if isinstance(count, int)]
-        own = tuple(_experts_of(source, name.mp, number, counts, ranks))
+        own = tuple(_experts_of(source, names, name.mp, number, counts, ranks))
         stage, rank = source.degrees.position(name.mp)
         yield WholeState(
             file, value, (*_model_candidates(model, names), *own), stage, rank, number, f"{number}." if number else ""
         )
 
 
-def _experts_of(source: Source, mp: int, number: int, counts: list[int], ranks: int) -> Iterator[tuple[str, Extent]]:
+def _experts_of(
+    source: Source, names: Names, mp: int, number: int, counts: list[int], ranks: int
+) -> Iterator[tuple[str, Extent]]:
     """Yields the parameters of the experts that an expert-parallel rank holds, layer by layer."""
     for name, file in source.experts.items():
         layer = name.layer or 0
         held = counts[layer] // ranks if layer < len(counts) else 0
         if name.mp == mp and held and (name.expert or 0) // held == number:
             for key, tensor in tensors_in(file.value).items():
-                if _EXPERT.fullmatch(key):
+                place = expert_of(key)
+                if place is not None and not is_buffer_of_expert(place, names.buffers):
                     yield key, file.extent(tensor)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState
 from samerun.core.written import DestinationPlan, FilePlan
-from samerun.errors import Problem, Severity
+from samerun.errors import PlanError, Problem, Severity
 from samerun.formats.base import WriteSource
 from samerun.formats.deepspeed.carried import (
     Carried,
@@ -27,6 +27,8 @@ from samerun.formats.deepspeed.carried import (
     write_common,
     write_config,
 )
+from samerun.formats.deepspeed.dealing import Share, deal_experts, destination_ep, share_of
+from samerun.formats.deepspeed.experts import expert_of
 from samerun.formats.deepspeed.flat import (
     Buffer,
     alignment_gaps,
@@ -37,13 +39,14 @@ from samerun.formats.deepspeed.flat import (
 )
 from samerun.formats.deepspeed.modelfile import (
     empty_module,
+    expert_modules,
     frozen_fragment,
     frozen_shapes,
     whole_module,
     write_shapes,
     write_tensor,
 )
-from samerun.formats.deepspeed.names import model_name, optim_name
+from samerun.formats.deepspeed.names import expert_name, model_name, optim_name
 from samerun.formats.deepspeed.records import WRITTEN_VERSION, fragment, is_dynamic, loss_scaler, stage_number
 from samerun.formats.deepspeed.states import as_dict
 from samerun.formats.deepspeed.training import (
@@ -70,6 +73,7 @@ def lay_out(source: WriteSource, layout: Layout | None = None, *, stage: int | N
     """
     state = source.state
     training = plan_training(source, layout, "zero")
+    deal_experts(state, training, destination_ep(state, layout))
     ranks = destination_ranks(state, layout)
     settings = read_settings(state, ranks, choose_stage(state, training, stage))
     carried = carry(state, ranks, files_by_rank=settings.stage == 3)
@@ -95,7 +99,16 @@ def destination_ranks(state: LogicalState, layout: Layout | None) -> int:
 
 
 def choose_stage(state: LogicalState, training: Training, wanted: int | None) -> int:
-    """Returns the stage: the one asked for, the source's, 3 for sharded parameters or those without masters, else 2."""
+    """Returns the stage: the one asked for, the source's, 3 for sharded parameters or those without masters, else 2.
+
+    Raises:
+        PlanError: if experts were to be written for stage 3, which refuses them.
+    """
+    if training.layers:
+        if wanted == 3 or training.masterless:
+            raise PlanError(_no_experts())
+        own = source_stage(state)
+        return wanted or (own if own in (1, 2) else 2)
     if wanted is not None:
         return wanted
     own = source_stage(state)
@@ -120,6 +133,8 @@ class _Writer:
         whole = self.settings.stage < 3
         for rank in range(1 if whole else self.settings.ranks):
             yield model_name(0, None if whole else rank), self._model(rank)
+        for layer, number, module in expert_modules(self.training):
+            yield expert_name(layer, number), module
         for rank in range(self.settings.ranks):
             held = self._whole_groups(rank) if whole else self._partitioned(rank)
             content = {"optimizer_state_dict": held, "ds_config": self.config, "ds_version": WRITTEN_VERSION}
@@ -129,25 +144,31 @@ class _Writer:
     def _model(self, rank: int) -> dict[str, Any]:
         training, ranks = self.training, self.settings.ranks
         if self.settings.stage < 3:
-            module, flattened = whole_module(training), [self._order(group) for group in training.groups]
+            module = whole_module(training)
+            flattened = [self._order(self._share(group, 0)) for group in training.groups]
             fragments = {held.name: write_tensor(held.entry) for held in training.frozen}
         else:
             module = empty_module(training)
             flattened = [members for group in training.groups for members in self._sub_groups(group)]
             fragments = {held.name: frozen_fragment(held.entry, ranks, rank) for held in training.frozen}
+        apart = any(expert_of(name) is not None for name in fragments)  # a loader takes the first rank's for all
         return {
             "module": module,
-            "buffer_names": [held.name for held in training.buffers],
+            "buffer_names": [held.name for held in training.buffers if _of_first_rank(held.name, training)],
             "optimizer": None,
             "param_shapes": write_shapes(flattened),
-            "frozen_param_shapes": frozen_shapes(training),
+            "frozen_param_shapes": None if apart else frozen_shapes(training),
             "shared_params": dict(training.shared) if rank == 0 else {},
-            "frozen_param_fragments": fragments,
+            "frozen_param_fragments": None if apart else fragments,
+            **({"num_experts": list(training.layers.values()), "ds_autoep_layers": None} if training.layers else {}),
             **write_common(self.state, ranks, updates_of(self.state, training), self.config, self.carried, rank),
         }
 
-    def _order(self, group: TrainedGroup) -> tuple[Trained, ...]:
-        return round_robin(group.members, self.settings.ranks) if self.settings.round_robin else group.members
+    def _share(self, group: TrainedGroup, rank: int) -> Share:
+        return share_of(group, rank, self.settings.ranks, data_first=self.settings.data_first)
+
+    def _order(self, share: Share) -> tuple[Trained, ...]:
+        return round_robin(share.members, share.parts) if self.settings.round_robin else share.members
 
     def _sub_groups(self, group: TrainedGroup) -> list[tuple[Trained, ...]]:
         return sub_groups(group.members, self.settings.ranks, self.settings.sub_group_size)
@@ -163,10 +184,13 @@ class _Writer:
 
     def _whole_groups(self, rank: int) -> dict[str, Any]:
         """Returns a rank's optimizer at stages 1 and 2 (`DeepSpeedZeroOptimizer.state_dict`)."""
-        groups, ranks = self.training.groups, self.settings.ranks
-        gaps = [alignment_gaps(self._order(group), aligned=self.settings.parameter_alignment) for group in groups]
+        groups = self.training.groups
+        shares = [self._share(group, rank) for group in groups]
+        orders = [self._order(share) for share in shares]
+        gaps = [alignment_gaps(order, aligned=self.settings.parameter_alignment) for order in orders]
         buffers = [
-            concatenated_buffer(self._order(group), gap, ranks, rank) for group, gap in zip(groups, gaps, strict=True)
+            concatenated_buffer(order, gap, share.parts, share.part)
+            for order, gap, share in zip(orders, gaps, shares, strict=True)
         ]
         states = {
             number: self._state_of(group, buffer)
@@ -186,9 +210,9 @@ class _Writer:
             "zero_stage": stage_number(self.settings.stage),
             "group_paddings": [buffer.padding for buffer in buffers],
             "param_alignment_paddings": [list(gap) for gap in gaps],
-            "partition_count": [ranks] * len(groups),
+            "partition_count": [share.parts for share in shares],
             "ds_version": WRITTEN_VERSION,
-            "param_slice_mappings": [_mapping(group, buffer) for group, buffer in zip(groups, buffers, strict=True)],
+            "param_slice_mappings": [_mapping(share, buffer) for share, buffer in zip(shares, buffers, strict=True)],
         }
 
     def _clip(self) -> float | None:
@@ -221,14 +245,28 @@ class _Writer:
         }
 
 
-def _mapping(group: TrainedGroup, buffer: Buffer) -> dict[str, Any]:
+def _mapping(share: Share, buffer: Buffer) -> dict[str, Any]:
     """Returns where each parameter's part lies in a rank's buffer, in the group's own order.
 
     DeepSpeed writes the places of the unshuffled order here whatever `round_robin_gradients` is; these are the true
     ones.
     """
     held = {segment.name: fragment(segment.start, segment.count) for segment in buffer.segments}
-    return {member.name: held[member.name] for member in group.members if member.name in held}
+    return {member.name: held[member.name] for member in share.members if member.name in held}
+
+
+def _of_first_rank(name: str, training: Training) -> bool:
+    """Whether the first rank has a tensor under this name: of experts, those that it holds itself."""
+    place = expert_of(name)
+    return place is None or place[1] < training.layers[place[0]] // training.ep
+
+
+def _no_experts() -> Problem:
+    return Problem(
+        "SR-DSW-EXPERTS",
+        "DeepSpeed does not train its experts at stage 3, and files of stages 1 and 2 need masters",
+        hint="leave --stage 3 out. 16-bit weights without masters have to be converted to dcp or safetensors",
+    )
 
 
 def _unsure(training: Training) -> Iterator[Problem]:
@@ -259,6 +297,8 @@ def _assumes(settings: Settings, training: Training) -> Problem:
     ]
     parts += ["round_robin_gradients"] if settings.round_robin and settings.stage < 3 else []
     parts += ["parameter_alignment"] if settings.parameter_alignment and settings.stage < 3 else []
+    if training.layers:
+        parts += [f"ep_size {training.ep}", *(["use_data_before_expert_parallelism"] if settings.data_first else [])]
     parts += [f"sub_group_size {settings.sub_group_size}"] if settings.stage == 3 else []
     return Problem(
         "SR-DSW-ASSUMES",
