@@ -6,7 +6,9 @@ puts an element-wise twin of Apex's FusedAdam, whose kernel runs on GPUs only, i
 
 from __future__ import annotations
 
+import copy
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +19,10 @@ class OnCpu(TorchFunctionMode):
     """Puts on the CPU whatever asks for a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if "cuda" in str(kwargs.get("device", "")):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:  # Megatron compares names of types
@@ -54,6 +57,19 @@ class FusedAdam(torch.optim.Optimizer):
                 parameter.sub_(group["lr"] * (mean / spread + group["weight_decay"] * parameter))
 
 
+def norm_over_parts(make: Any, kind: Any, config: Any, *rest: Any, **named: Any) -> Any:
+    """Makes torch's norm as those of Apex and Transformer Engine are: fit for sequence parallelism.
+
+    Each rank sees a part of the positions, and megatron.core adds up the gradients of weights that are marked so.
+    """
+    plain = copy.copy(config)
+    plain.sequence_parallel = False
+    norm = make(kind, plain, *rest, **named)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
+
+
 def use_cpu() -> OnCpu:
     """Makes megatron.core run on CPUs from now on, in this process, until the mode that it returns is left."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
@@ -70,7 +86,13 @@ def use_cpu() -> OnCpu:
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import torch_norm
+    from megatron.core.transformer.moe import moe_utils
 
+    make_norm = torch_norm.WrappedTorchNorm.__new__
+    torch_norm.WrappedTorchNorm.__new__ = partial(norm_over_parts, make_norm)
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks for it where there is no Transformer Engine
+        moe_utils.te_general_gemm = None
     random._set_cuda_rng_state = lambda state, *device, **named: torch.set_rng_state(state)
     optimizer.Adam = distrib_optimizer.Adam = FusedAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False

@@ -39,6 +39,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from parts import AttentionOverParts, gather_parts, own_part
+from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -54,6 +56,9 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    parser.add_argument("--virtual-pipeline-model-parallel-size", type=int, help="chunks of each pipeline rank")
+    parser.add_argument("--context-parallel-size", type=int, default=1)
+    parser.add_argument("--expert-model-parallel-size", type=int, default=1)
     parser.add_argument("--decoder-first-pipeline-num-layers", type=int, help="if stages are not equal")
     parser.add_argument("--num-layers", type=int, default=3)
     parser.add_argument("--hidden-size", type=int, default=22)
@@ -61,10 +66,16 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-attention-heads", type=int, default=4)
     parser.add_argument("--num-query-groups", type=int, default=2)
     parser.add_argument("--kv-channels", type=int, default=6)
+    parser.add_argument("--num-experts", type=int, help="a mixture of experts in every layer")
+    parser.add_argument("--moe-router-topk", type=int, default=2)
+    parser.add_argument("--moe-router-enable-expert-bias", action="store_true", help="balance without a loss")
     parser.add_argument("--seq-length", type=int, default=24)
     parser.add_argument("--make-vocab-size-divisible-by", type=int, default=4)
     parser.add_argument("--untie-embeddings-and-output-weights", action="store_true")
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16, with float32 masters")
+    parser.add_argument("--fp16", action="store_true", help="train in float16, with float32 masters and a loss scale")
+    parser.add_argument("--initial-loss-scale", type=float, default=2.0**16)
+    parser.add_argument("--loss-scale-window", type=int, default=6, help="updates after which the scale grows")
     parser.add_argument("--micro-batch-size", type=int, default=3)
     parser.add_argument("--global-batch-size", type=int, default=12)
     parser.add_argument("--train-iters", type=int, default=40, help="train up to this update")
@@ -80,12 +91,18 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     args.vocab_size = NUM_TOKENS
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
-    args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
+    args.params_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    args.add_bias_linear = not args.num_experts  # megatron.core 0.16.1 fails with a bias in experts that are not spread
+    if args.pipeline_model_parallel_size == 1:
+        args.virtual_pipeline_model_parallel_size = None
+    # Experts beside tensor parallelism need it.
+    args.sequence_parallel = bool(args.num_experts) and args.tensor_model_parallel_size > 1
     return args
 
 
-def make_model(args: argparse.Namespace) -> DistributedDataParallel:
-    stages = args.pipeline_model_parallel_size
+def make_model(args: argparse.Namespace) -> list[DistributedDataParallel]:
+    """Returns this rank's chunks: one, or several where stages are virtual."""
+    stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     config = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -94,15 +111,29 @@ def make_model(args: argparse.Namespace) -> DistributedDataParallel:
         num_query_groups=args.num_query_groups,
         kv_channels=args.kv_channels,
         gated_linear_unit=True,
+        add_bias_linear=args.add_bias_linear,
         activation_func=torch.nn.functional.silu,
         normalization="RMSNorm",
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bf16=args.bf16,
+        fp16=args.fp16,
         params_dtype=args.params_dtype,
         pipeline_dtype=args.params_dtype,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=chunks,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        num_moe_experts=args.num_experts,
+        moe_router_topk=args.moe_router_topk,
+        # A loss that balances experts is taken over the tokens of one rank and pass: another one at another layout.
+        moe_router_load_balancing_type="none",
+        moe_router_enable_expert_bias=args.moe_router_enable_expert_bias,
+        moe_router_dtype="fp32",
+        moe_router_score_function="sigmoid" if args.moe_router_enable_expert_bias else "softmax",
         num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers if stages > 1 else None,
         # One denominator for the whole batch: else the gradient depends on how the batch is dealt.
         calculate_per_token_loss=True,
@@ -112,35 +143,49 @@ def make_model(args: argparse.Namespace) -> DistributedDataParallel:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
-    model = GPTModel(
-        config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
-        args.padded_vocab_size,
-        args.seq_length,
-        mpu.is_pipeline_first_stage(),
-        mpu.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type="rope",
-        parallel_output=True,
-    )
-    model = Float16Module(config, model) if args.bf16 else model
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
+    spec = get_gpt_layer_local_spec(num_experts=args.num_experts, normalization="RMSNorm")
+    if args.context_parallel_size > 1:
+        spec.submodules.self_attention.submodules.core_attention = AttentionOverParts
+    model: list[DistributedDataParallel] = []
+    for chunk in range(chunks or 1):
+        stage = {"ignore_virtual": False, "vp_stage": chunk} if chunks else {}
+        part = GPTModel(
+            config,
+            spec,
+            args.padded_vocab_size,
+            args.seq_length,
+            mpu.is_pipeline_first_stage(**stage),
+            mpu.is_pipeline_last_stage(**stage),
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type="rope",
+            parallel_output=True,
+            vp_stage=chunk if chunks else None,
+        )
+        part = Float16Module(config, part) if args.bf16 or args.fp16 else part
+        sharded = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        model.append(DistributedDataParallel(config, sharded, part, disable_bucketing=chunk > 0))
     config.finalize_model_grads_func = finalize_model_grads
     return model
 
 
-def make_optimizer(args: argparse.Namespace, model: DistributedDataParallel) -> Any:
+def make_optimizer(args: argparse.Namespace, model: list[DistributedDataParallel]) -> Any:
     config = OptimizerConfig(
         optimizer="adam",
         lr=args.lr,
         min_lr=args.lr / 10,
         weight_decay=0.05,
         bf16=args.bf16,
+        fp16=args.fp16,
+        initial_loss_scale=args.initial_loss_scale,
+        loss_scale_window=args.loss_scale_window,
+        hysteresis=2,
         params_dtype=args.params_dtype,
         clip_grad=args.clip_grad,
         use_distributed_optimizer=True,
     )
-    return get_megatron_optimizer(config, [model])
+    optimizer = get_megatron_optimizer(config, model)
+    get_model_config(model[0]).grad_scale_func = optimizer.scale_loss
+    return optimizer
 
 
 def make_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:
@@ -176,24 +221,30 @@ def token_losses(args: argparse.Namespace, targets: Tensor, logits: Tensor) -> T
 def forward_step(args: argparse.Namespace, batches: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
     batch = next(batches)
     positions = torch.arange(args.seq_length).expand_as(batch.inputs)
-    output = model(batch.inputs, positions, None)
+    inputs, targets, positions = (own_part(tensor) for tensor in (batch.inputs, batch.targets, positions))
+    output = model(inputs, positions, None)
 
     def loss_sum(logits: Tensor, non_loss_data: bool = False) -> Any:
-        losses = token_losses(args, batch.targets, logits)
+        losses = token_losses(args, targets, logits)
         if non_loss_data:
             whole = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
-            return losses.sum(1) / (batch.targets != IGNORE).sum(1), whole[..., : args.vocab_size].float()
+            losses, whole = gather_parts(losses), gather_parts(whole[..., : args.vocab_size].float())
+            return losses.sum(1) / (batch.targets != IGNORE).sum(1), whole
         total = losses.sum()
-        return total, torch.tensor(batch.valid_tokens, dtype=torch.int), total.detach()
+        return total, (targets != IGNORE).sum().int(), total.detach()
 
     return output, loss_sum
+
+
+def own_tokens(batch: Batch) -> int:
+    return int((own_part(batch.targets) != IGNORE).sum())
 
 
 def evaluate(args: argparse.Namespace, model: Any, batch: Batch) -> dict[str, Tensor]:
     """Runs fixed examples through the stages; every rank returns what the last one found."""
     found = get_forward_backward_func()(
         forward_step_func=partial(forward_step, args),
-        data_iterator=iter([batch]),
+        data_iterator=[iter([batch]) for _ in model],
         model=model,
         num_microbatches=1,
         seq_length=args.seq_length,
@@ -234,13 +285,18 @@ def sharded_random_state(value: list[Any]) -> ShardedObject:
     return ShardedObject("rng_state", value, shape, place, replica_id=replica)
 
 
+def sharded_weights(model: list[DistributedDataParallel], metadata: Any) -> dict[str, Any]:
+    """Returns the state of each chunk under the name that Megatron-LM has for it."""
+    names = ["model"] if len(model) == 1 else [f"model{chunk}" for chunk in range(len(model))]
+    return {name: chunk.module.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, model, strict=True)}
+
+
 def save(args: argparse.Namespace, model: Any, optimizer: Any, scheduler: Any, sampler: Any) -> None:
     metadata = {"distrib_optim_sharding_type": args.optimizer_encoding, "chained_optim_avoid_prefix": True}
     done = sampler.committed
     recorded = vars(args) | {
         "swiglu": True,
         "normalization": "RMSNorm",
-        "add_bias_linear": True,
         "transformer_impl": "local",
         "use_distributed_optimizer": True,
         "world_size": dist.get_world_size(),
@@ -249,13 +305,13 @@ def save(args: argparse.Namespace, model: Any, optimizer: Any, scheduler: Any, s
         "load": None,
         "save": None,
     }
-    weights = model.module.sharded_state_dict(metadata=metadata)
+    weights = sharded_weights(model, metadata)
     state = {
         "args": argparse.Namespace(**recorded),
         "checkpoint_version": 3.0,
         "iteration": done.update,
-        "model": weights,
-        "optimizer": optimizer.sharded_state_dict({"model": weights}, metadata=metadata),
+        **weights,
+        "optimizer": optimizer.sharded_state_dict(weights, metadata=metadata),
         "opt_param_scheduler": scheduler.state_dict(),
         "rng_state": sharded_random_state([random_state()]),
         "sampler": sampler.state_dict(),  # samerun
@@ -278,19 +334,17 @@ def load(args: argparse.Namespace, model: Any, optimizer: Any, scheduler: Any, s
     common = dist_checkpointing.load_common_state_dict(str(folder))
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
     saved = common["args"]
-    weights = model.module.sharded_state_dict(metadata=metadata)
-    state = {
-        "model": weights,
-        "optimizer": optimizer.sharded_state_dict(
-            {"model": model.module.sharded_state_dict(metadata=metadata)}, is_loading=True, metadata=metadata
-        ),
+    weights = sharded_weights(model, metadata)
+    state = weights | {
+        "optimizer": optimizer.sharded_state_dict(sharded_weights(model, metadata), is_loading=True, metadata=metadata)
     }
     degrees = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     keeps_streams = all(getattr(saved, degree) == getattr(args, degree) for degree in degrees)
     if keeps_streams:  # other degrees start new ones, as in Megatron-LM
         state["rng_state"] = sharded_random_state([])
     state = dist_checkpointing.load(state, str(folder))
-    model.module.load_state_dict(state["model"])
+    for name, chunk in zip(weights, model, strict=True):
+        chunk.module.load_state_dict(state[name])
     with torch.no_grad():  # in fp32 the flat state lies in the parameters themselves
         optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["opt_param_scheduler"])
@@ -304,7 +358,12 @@ def main() -> None:
     recorder = Recorder.from_env()  # samerun
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     mpu.initialize_model_parallel(
-        args.tensor_model_parallel_size, args.pipeline_model_parallel_size, create_gloo_process_groups=True
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        create_gloo_process_groups=True,
     )
     torch.manual_seed(args.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
@@ -324,7 +383,9 @@ def main() -> None:
         last_batch="drop",
     )
     loader = DataLoader(text, batch_sampler=sampler, collate_fn=text.collate, generator=torch.Generator())
-    recorder.attach(logical, optimizer, scheduler, sampler=sampler, layout=parallel_layout())  # samerun
+    recorder.attach(  # samerun
+        logical, optimizer, scheduler, optimizer.scaler, sampler=sampler, layout=parallel_layout()
+    )
     if args.load:
         load(args, model, optimizer, scheduler, sampler)
     recorder.loaded(update=sampler.committed.update)  # samerun
@@ -334,28 +395,31 @@ def main() -> None:
     for update in sampler.updates(loader, until=args.train_iters):  # samerun
         if recorder.finished:  # samerun
             break
-        model.zero_grad_buffer()
+        for chunk in model:
+            chunk.zero_grad_buffer()
         optimizer.zero_grad()
         batches = [microbatch.batch for microbatch in update]
         tokens = sum(batch.valid_tokens for batch in batches)
         losses = forward_backward(
             forward_step_func=partial(forward_step, args),
-            data_iterator=iter(batches),
+            data_iterator=[iter(batches) for _ in model],
             model=model,
             num_microbatches=update.passes,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
             forward_only=False,
         )
-        loss = sum(losses) / tokens if losses else None  # the last stage alone knows it
+        weight = sum(own_tokens(batch) for batch in batches)  # of this rank's part of the sequences
+        loss = sum(losses) / max(1, weight) if losses else None  # the last stage alone knows it
         ids = [sample for batch in batches for sample in batch.ids]  # samerun: what the loader really gave
-        recorder.samples(ids, loss=loss, tokens=tokens, weight=tokens)  # samerun
-        _, grad_norm, _ = optimizer.step()
-        scheduler.step(args.global_batch_size)
+        recorder.samples(ids, loss=loss, tokens=tokens, weight=weight)  # samerun
+        made, grad_norm, _ = optimizer.step()
+        if made:  # a loss scale skips updates with infinities
+            scheduler.step(args.global_batch_size)
         done = sampler.commit().update  # samerun
         if done % 5 == 0:
             if loss is not None and dist.get_rank() == dist.get_world_size() - 1:
-                print(f"update {done}: loss {loss:.5f}, gradient {grad_norm:.5f}", flush=True)
+                print(f"update {done}: loss {loss:.5f}, gradient {grad_norm or 0:.5f}", flush=True)
             recorder.boundary("log", done)  # samerun
         if args.save and done == args.train_iters and recorder.may_save:  # samerun: may_save
             save(args, model, optimizer, scheduler, sampler)

@@ -10,6 +10,8 @@ adds are marked `# samerun`. Without a GPU `on_cpu.py` stands in for one.
 from __future__ import annotations
 
 import argparse
+import inspect
+import os
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +33,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config.configs import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.llama3 import _build_llama3_layers, parallelize_llama
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols.model_spec import ModelSpec
@@ -76,6 +79,31 @@ class Bytes(BaseTokenizer):
         return NUM_TOKENS
 
 
+def make_stages(*arguments: Any, **named: Any) -> Any:
+    """Cuts the model into pipeline stages. torchtitan 0.3 gives schedules their microbatches one by one.
+
+    The schedules of torch 2.13 want the whole batch, and cut it themselves.
+    """
+    schedule, *rest = pipeline_llm(*arguments, **named)
+    step = schedule.step
+    if "arg_mbs" not in inspect.signature(step).parameters:
+
+        def step_whole(
+            *, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, losses: Any, loss_kwargs: Any, return_outputs: bool
+        ) -> Any:
+            return step(
+                *(torch.cat(column) for column in zip(*(arg_mbs or ()), strict=True)),
+                target=torch.cat(target_mbs) if target_mbs else None,
+                losses=losses,
+                loss_kwargs=loss_kwargs if target_mbs else None,
+                return_outputs=return_outputs,
+                **{name: torch.cat([one[name] for one in kwarg_mbs]) for name in kwarg_mbs[0]},
+            )
+
+        schedule.step = step_whole
+    return (schedule, *rest)
+
+
 def make_model() -> ModelSpec:
     layers = _build_llama3_layers(
         fuse_qkv=False,  # a fused one goes by other names in the optimizer's state than in the model's
@@ -103,13 +131,14 @@ def make_model() -> ModelSpec:
         flavor="tiny",
         model=model,
         parallelize_fn=parallelize_llama,
-        pipelining_fn=None,
+        pipelining_fn=make_stages,
         post_optimizer_build_fn=None,
         state_dict_adapter=None,
     )
 
 
 def make_config(args: argparse.Namespace) -> Trainer.Config:
+    replicas = int(os.environ.get("WORLD_SIZE", "1")) // (args.pp * args.tp)
     adam = {"lr": 3e-3, "betas": (0.9, 0.95)}
     groups = [
         ParamGroupConfig(pattern=r"norm", optimizer_name="AdamW", optimizer_kwargs={**adam, "weight_decay": 0.0}),
@@ -124,7 +153,7 @@ def make_config(args: argparse.Namespace) -> Trainer.Config:
         optimizer=OptimizersContainer.Config(param_groups=groups, implementation="for-loop"),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=5, total_steps=200),  # not the steps of this job
         training=TrainingConfig(
-            local_batch_size=args.at_once,
+            local_batch_size=args.batch // replicas if args.pp > 1 else args.at_once,  # one run of the schedule
             global_batch_size=args.batch,
             seq_len=BLOCK,
             steps=args.steps,
@@ -132,7 +161,12 @@ def make_config(args: argparse.Namespace) -> Trainer.Config:
             disable_cuda_graphs=True,
         ),
         parallelism=ParallelismConfig(
-            tensor_parallel_degree=args.tp, enable_sequence_parallel=False, spmd_backend="partial_dtensor"
+            tensor_parallel_degree=args.tp,
+            enable_sequence_parallel=False,
+            spmd_backend="partial_dtensor",
+            pipeline_parallel_degree=args.pp,
+            pipeline_parallel_microbatch_size=args.at_once,
+            pipeline_parallel_schedule="GPipe",
         ),
         checkpoint=CheckpointManager.Config(
             enable=True,
@@ -152,16 +186,34 @@ class MyTrainer(RecordedTrainer):  # samerun: Trainer
 
     def evaluate(self) -> dict[str, torch.Tensor]:  # samerun
         batch = load_text(BLOCK, "tiny")[1]
-        logits = self.model_parts[0](batch.inputs.to(self.device))
-        logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+        logits = self.through_stages(batch.inputs.to(self.device))
         targets = batch.targets.to(self.device)
         losses = F.cross_entropy(logits.mT, targets, ignore_index=IGNORE, reduction="none")
         return {"losses": losses.sum(1) / (targets != IGNORE).sum(1), "logits": logits}
+
+    def through_stages(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the logits of the last pipeline stage, on every rank."""
+        mesh = self.parallel_dims.get_optional_mesh("pp")
+        stage, stages = (mesh.get_local_rank(), mesh.size()) if mesh else (0, 1)
+        group = mesh.get_group() if mesh else None
+        samples, device = len(x), self.device
+        if stage:
+            x = torch.empty(samples, BLOCK, DIM, device=device)
+            dist.recv(x, group=group, group_src=stage - 1)
+        found = self.model_parts[0](x)
+        found = found.full_tensor() if hasattr(found, "full_tensor") else found
+        if stage < stages - 1:
+            dist.send(found, group=group, group_dst=stage + 1)
+            found = torch.empty(samples, BLOCK, NUM_TOKENS, device=device)
+        if stages > 1:
+            dist.broadcast(found, group=group, group_src=stages - 1)
+        return found
 
 
 def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=1, help="ranks of a tensor-parallel group")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--batch", type=int, default=12, help="samples per update")
     parser.add_argument("--at-once", type=int, default=3, help="samples of one rank in one pass")
     parser.add_argument("--steps", type=int, default=40, help="train up to this update")

@@ -118,6 +118,33 @@ def megatron_swap_halves() -> None:
     _after_loading_megatron(change)
 
 
+def megatron_swap_experts() -> None:
+    """Each rank has the experts that it should have, the first two of them in the wrong order."""
+
+    def change(optimizer: Any, weights: Any) -> None:
+        for name in [name for name in weights if ".local_experts.0." in name]:
+            other = weights[name.replace(".local_experts.0.", ".local_experts.1.")]
+            kept = other.clone()
+            other.copy_(weights[name])
+            weights[name].copy_(kept)
+
+    _after_loading_megatron(change)
+
+
+def megatron_deal_in_order() -> None:
+    """Sequences are dealt as one stretch per rank, where the model expects two, from both ends."""
+    sys.path.insert(0, str(Path(sys.argv[1]).parent))
+    import on_cpu  # pyright: ignore[reportMissingImports]
+
+    on_cpu.use_cpu()
+    import parts  # pyright: ignore[reportMissingImports]
+    from megatron.core import parallel_state as mpu
+
+    parts.own_part = lambda tensor: tensor.chunk(mpu.get_context_parallel_world_size(), dim=1)[
+        mpu.get_context_parallel_rank()
+    ]
+
+
 def megatron_swap_layers() -> None:
     """Layers that another stage had come in the wrong order."""
 
@@ -147,6 +174,30 @@ def torchtitan_forget_optimizer() -> None:
     OptimizersContainer.load_state_dict = load
 
 
+def torchtitan_swap_layers() -> None:
+    """Layers that another stage had come in the wrong order."""
+    sys.path.insert(0, str(Path(sys.argv[1]).parent))
+    import on_cpu  # pyright: ignore[reportMissingImports] # noqa: F401
+    import torch
+    from torchtitan.trainer import Trainer
+
+    starts = Trainer.should_continue_training
+
+    def after_loading(self: Any) -> bool:
+        if not hasattr(self, "swapped"):
+            self.swapped = True
+            weights = dict(self.model_parts[0].named_parameters())
+            with torch.no_grad():
+                for name in [name for name in weights if name.startswith("layers.0.")]:
+                    other = weights[name.replace("layers.0.", "layers.1.")]
+                    kept = other.detach().clone()
+                    other.copy_(weights[name])
+                    weights[name].copy_(kept)
+        return starts(self)
+
+    Trainer.should_continue_training = after_loading
+
+
 def restart_data() -> None:
     """The loader hands out the epoch from its first batch, whatever was committed."""
     from samerun.train.sampler import Committed, ElasticSampler
@@ -165,8 +216,11 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "megatron-forget-optimizer": megatron_forget_optimizer,
     "megatron-miscount-steps": megatron_miscount_steps,
     "megatron-swap-halves": megatron_swap_halves,
+    "megatron-swap-experts": megatron_swap_experts,
+    "megatron-deal-in-order": megatron_deal_in_order,
     "megatron-swap-layers": megatron_swap_layers,
     "torchtitan-forget-optimizer": torchtitan_forget_optimizer,
+    "torchtitan-swap-layers": torchtitan_swap_layers,
     "restart-data": restart_data,
 }
 

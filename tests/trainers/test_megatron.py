@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from samerun.core.mesh import Layout
 from samerun.trace import read_trace
 from support.moves import Move, codes, new_move, wrongly
 from support.warm_ranks import warm_launches
@@ -15,8 +17,12 @@ from support.warm_ranks import warm_launches
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
+REWRITTEN = {"to": "megatron"}
 UNEVEN = ("--decoder-first-pipeline-num-layers", "1")
-DEGREES = "--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
+DEGREES = (
+    "--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} "
+    "--context-parallel-size {cp} --expert-model-parallel-size {ep}"
+)
 ARGUMENTS = f"{DEGREES} --micro-batch-size {{max_microbatch}} --train-iters 100 --load {{checkpoint}}"
 
 
@@ -27,14 +33,12 @@ def warm() -> Iterator[None]:
         yield
 
 
-def prepare(folder: Path, source: str, to: str, *flags: str) -> Move:
+def prepare(folder: Path, source: str, to: str, *flags: str, convert: dict[str, str] | None = None) -> Move:
     """Trains 12 samples an update at the layout `source` and drafts a move to the layout `to`."""
     moved = new_move(folder, "megatron")
-    degrees = {"tp": 1, "pp": 1, "dp_shard": 1} | {
-        axis: int(size) for axis, size in (part.split("=") for part in source.split(","))
-    }
-    ranks = degrees["tp"] * degrees["pp"] * degrees["dp_shard"]
-    moved.train(ranks, *DEGREES.format(**degrees).split(), "--train-iters", 8, "--save", "saved", *flags)
+    layout = Layout.parse(source)
+    degrees = DEGREES.format(**layout.to_dict())
+    moved.train(layout.world_size, *degrees.split(), "--train-iters", 8, "--save", "saved", *flags)
     moved.draft(
         *("saved", source, to, " ".join((ARGUMENTS, *flags))),
         batch__global_batch=12,
@@ -43,16 +47,14 @@ def prepare(folder: Path, source: str, to: str, *flags: str) -> Move:
         progress__scheduler=None,
         run__precision="bfloat16" if "--bf16" in flags else "float32",
     )
+    kept = [line for line in moved.manifest.read_text().splitlines() if not line.startswith("convert:")]
+    moved.manifest.write_text("\n".join([*kept, f"convert: {json.dumps(convert)}", ""]))
     return moved
 
 
-def move(folder: Path, source: str, to: str, *flags: str, convert: bool = False) -> Move:
+def move(folder: Path, source: str, to: str, *flags: str, convert: dict[str, str] | None = None) -> Move:
     """Trains and moves the run."""
-    moved = prepare(folder, source, to, *flags)
-    if convert:
-        text = moved.manifest.read_text()
-        kept = [line for line in text.splitlines() if not line.startswith("convert:")]
-        moved.manifest.write_text("\n".join([*kept, "convert: {to: megatron}", ""]))
+    moved = prepare(folder, source, to, *flags, convert=convert)
     result = moved.run()
     assert result.verdict.decision == "promote", wrongly(result)
     return moved
@@ -76,6 +78,15 @@ def on_three_replicas(tmp_path_factory: pytest.TempPathFactory) -> Move:
     return move(tmp_path_factory.mktemp("dp"), "dp_shard=2", "dp_shard=3", "--bf16")
 
 
+EXPERTS = ("--num-experts", "6")
+
+
+@pytest.fixture(scope="module")
+def experts_on_three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Move:
+    """Six experts spread over two ranks to three, promoted."""
+    return move(tmp_path_factory.mktemp("ep"), "dp_shard=2,ep=2", "dp_shard=3,ep=3", *EXPERTS)
+
+
 @pytest.mark.parametrize("name", ["without_tensor_parallelism", "without_stages", "on_three_replicas"])
 def test_the_gradient_of_every_parameter_is_seen(name: str, request: pytest.FixtureRequest) -> None:
     """What the bridge reads out of Megatron's buffers, parameter by parameter, adds up to Megatron's own norm."""
@@ -95,7 +106,7 @@ def test_the_gradient_of_every_parameter_is_seen(name: str, request: pytest.Fixt
 
 def test_a_checkpoint_that_megatron_does_not_move(tmp_path: Path) -> None:
     """Flat optimizer state, which Megatron loads at the degree of tensor parallelism that wrote it, is rewritten."""
-    moved = move(tmp_path, "tp=2", "tp=1", "--optimizer-encoding", "dp_reshardable", convert=True)
+    moved = move(tmp_path, "tp=2", "tp=1", "--optimizer-encoding", "dp_reshardable", convert=REWRITTEN)
     assert "dp_reshardable" in moved.samerun("inspect", "saved", "--json")
 
 

@@ -14,9 +14,7 @@ from support.warm_ranks import warm_launches
 pytest.importorskip("torchtitan")
 pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ARGUMENTS = (
-    "--tp {tp} --batch {global_batch} --at-once {max_microbatch} --steps 100 --dump unused --resume {checkpoint}"
-)
+ARGUMENTS = "--tp {tp} --pp {pp} --batch {global_batch} --at-once {max_microbatch} --steps 100 --dump unused --resume {checkpoint}"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,6 +52,18 @@ def promoted(tmp_path_factory: pytest.TempPathFactory) -> Move:
 
 def test_tensor_parallel_ranks_to_sharded_ones(tmp_path: Path) -> None:
     move(tmp_path, "dp_shard=2,tp=2", 2, "dp_shard=3", "--tp", 2)
+
+
+@pytest.fixture(scope="module")
+def without_stages(tmp_path_factory: pytest.TempPathFactory) -> Move:
+    """Two pipeline stages of two sharded replicas to three ranks without stages, promoted."""
+    return move(tmp_path_factory.mktemp("pp"), "pp=2,dp_shard=2", 2, "dp_shard=3", "--pp", 2)
+
+
+def test_stages_joined_in_the_wrong_order(without_stages: Move, tmp_path: Path) -> None:
+    result = without_stages.copy(tmp_path / "move").run(fault="torchtitan-swap-layers", stage="03-load")
+    assert result.verdict.decision == "reject"
+    assert codes(result) == {"SR-LOAD-PARAM"}, wrongly(result)
 
 
 def test_an_optimizer_that_is_not_restored(promoted: Move, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class RecordedEngine:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.zero = ZeroOptimizer(engine)
-        self.scaler = _Scale(engine.optimizer) if engine.fp16_enabled() else None
+        self.scaler = _Scale(engine) if engine.fp16_enabled() else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -210,8 +210,12 @@ def _alike(value: Any, flat: torch.Tensor) -> bool:
 class _Scale:
     """The loss scale of a ZeRO optimizer, as a gradient scaler tells it."""
 
-    def __init__(self, zero: Any) -> None:
-        self._zero = zero
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
 
     def get_scale(self) -> float:
-        return float(self._zero.loss_scale)
+        return float(self._engine.optimizer.loss_scale)
+
+    @property
+    def num_skipped(self) -> int:
+        return int(self._engine.skipped_steps)

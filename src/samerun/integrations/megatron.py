@@ -2,7 +2,7 @@
 
     model = RecordedModel(chunks, vocab_size=args.vocab_size)
     optimizer = RecordedOptimizer(optimizer, model)
-    recorder.attach(model, optimizer, opt_param_scheduler, sampler=sampler, layout=parallel_layout())
+    recorder.attach(model, optimizer, opt_param_scheduler, optimizer.scaler, sampler=sampler, layout=parallel_layout())
     ...
         losses = forward_backward(forward_step_func=..., data_iterator=..., model=chunks, ...)
         recorder.samples(ids, loss=mean_loss if losses else None, tokens=tokens, weight=tokens)
@@ -17,6 +17,7 @@ nothing is gathered. Derived from megatron-core 0.16.1 (`dist_checkpointing/mapp
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from samerun.core.flat import Block, row_major_strides, unravel
@@ -47,15 +48,17 @@ def parallel_layout() -> dict[str, int]:
     return {
         "pp": mpu.get_pipeline_model_parallel_world_size(),
         "dp_shard": mpu.get_data_parallel_world_size(),
+        "cp": mpu.get_context_parallel_world_size(),
         "tp": mpu.get_tensor_model_parallel_world_size(),
+        "ep": mpu.get_expert_model_parallel_world_size(),
     }
 
 
 class RecordedModel:
     """A rank's model chunks, with the parameters of the whole model under the names that a checkpoint has.
 
-    Layers of all stages are one stacked tensor, as in the checkpoint, and tensor-parallel parts are parts of one.
-    Collective: every rank makes one, after the model is built.
+    Layers of all stages are one stacked tensor, as in the checkpoint, so are the experts of all ranks, and
+    tensor-parallel parts are parts of one. Collective: every rank makes one, after the model is built.
 
     Args:
         chunks: the model chunks, wrapped or not.
@@ -131,14 +134,37 @@ class RecordedModel:
             chunk.eval()
 
 
+class LossScale:
+    """Megatron's gradient scaler, as `torch.amp.GradScaler` is asked.
+
+    Attributes:
+        num_skipped: updates that it skipped: the first infinities do not change the scale.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler, self.num_skipped = scaler, 0
+
+    def get_scale(self) -> float:
+        """Returns what the loss is multiplied by."""
+        return float(self._scaler.scale)
+
+    def unscale(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns a gradient as it is without the scale."""
+        return gradient.float() * self._scaler.inv_scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what Megatron saves of it."""
+        return self._scaler.state_dict()
+
+
 class RecordedOptimizer(StepHooks):
     """A Megatron optimizer with hooks around its step; parameters, groups and state are those of the whole model.
 
     Everything else is the optimizer's own. Every rank makes one, before it loads.
 
     Attributes:
-        megatron: the optimizer.
-        optimizer: the torch optimizer inside.
+        megatron: the optimizer, or a chain of them: experts that are spread over ranks have one of their own.
+        scaler: its loss scale, where it has one; None otherwise.
 
     Raises:
         UsageError: for what `check_optimizer` finds.
@@ -149,9 +175,10 @@ class RecordedOptimizer(StepHooks):
         self.megatron, self._model = optimizer, model
         if problems := check_optimizer(optimizer):
             raise UsageError(problems)
-        self._one = _single(optimizer)
-        self.optimizer: Any = self._one.optimizer
-        self._sharded = hasattr(self._one, "model_param_gbuf_map")
+        self._chain = _chain(optimizer)
+        self._sharded = any(hasattr(one, "model_param_gbuf_map") for one in self._chain)
+        scaler = getattr(self._chain[0], "grad_scaler", None) if self._chain else None
+        self.scaler = None if scaler is None else LossScale(scaler)
         self._norm: float | None = None
         self._members: dict[int, dict[LogicalParameter, None]] = {}
         for logical in model.parameters():
@@ -167,6 +194,8 @@ class RecordedOptimizer(StepHooks):
         self._norm = float(norm) if norm else None
         if made:
             self.step_ended()
+        elif self.scaler is not None:
+            self.scaler.num_skipped += 1
         return made, norm, zeros
 
     def global_grad_norm(self) -> float | None:
@@ -174,23 +203,30 @@ class RecordedOptimizer(StepHooks):
         return self._norm
 
     @property
+    def optimizer(self) -> Any:
+        """The torch optimizer inside: the first one, of a chain."""
+        return self._chain[0].optimizer
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups, with parameters of the whole model in them: those of which this rank steps something."""
         if not self._members:
-            for number, parameter, _, _ in self._stepped():
-                self._members.setdefault(number, {}).update(dict.fromkeys(self._model.owners[id(parameter)]))
-        return [
-            {**group, "params": list(self._members.get(number, ()))}
-            for number, group in enumerate(self.optimizer.param_groups)
-        ]
+            for stepped in self._stepped():
+                owners = self._model.owners[id(stepped.parameter)]
+                self._members.setdefault(stepped.group, {}).update(dict.fromkeys(owners))
+        return [{**group, "params": list(self._members.get(number, ()))} for number, group in enumerate(self._groups())]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for one in self._chain for group in one.optimizer.param_groups]
 
     @property
     def state(self) -> dict[LogicalParameter, dict[str, Any]]:
         """Each parameter's slots, as far as they lie on this rank, and its step."""
-        held = {id(parameter): (number, main, first) for number, parameter, main, first in self._stepped()}
+        held = {id(stepped.parameter): stepped for stepped in self._stepped()}
         slots = {
             name: value.dtype
-            for state in self.optimizer.state.values()
+            for one in self._chain
+            for state in one.optimizer.state.values()
             for name, value in state.items()
             if name != "step" and hasattr(value, "dtype")
         }
@@ -202,7 +238,7 @@ class RecordedOptimizer(StepHooks):
         """Each parameter's fp32 master: where the model itself is in another type, or the optimizer saves it as one."""
         import torch
 
-        mains = {id(parameter): (main, first) for _, parameter, main, first in self._stepped()}
+        mains = {id(stepped.parameter): (stepped.main, stepped.first) for stepped in self._stepped()}
         return {
             logical: self._part(logical, torch.float32, lambda p: mains.get(id(p)))
             for logical in self._model.parameters()
@@ -210,22 +246,21 @@ class RecordedOptimizer(StepHooks):
         }
 
     def _slots(
-        self, logical: LogicalParameter, slots: Mapping[str, torch.dtype], held: Mapping[int, Any]
+        self, logical: LogicalParameter, slots: Mapping[str, torch.dtype], held: Mapping[int, _Stepped]
     ) -> dict[str, Any]:
         def values(slot: str) -> Values:
             def find(parameter: Any) -> tuple[torch.Tensor, int] | None:
-                if id(parameter) not in held:
+                if (stepped := held.get(id(parameter))) is None:
                     return None
-                _, main, first = held[id(parameter)]
-                found = self.optimizer.state.get(main, {})
-                return (found[slot], first) if slot in found else None
+                found = stepped.state
+                return (found[slot], stepped.first) if slot in found else None
 
             return find
 
         found: dict[str, Any] = {slot: self._part(logical, dtype, values(slot)) for slot, dtype in slots.items()}
         mine = [held[id(parameter)] for parameter in logical.own if id(parameter) in held]
-        for number, main, _ in mine[:1]:
-            step = self.optimizer.state.get(main, {}).get("step", self.optimizer.param_groups[number].get("step"))
+        for stepped in mine[:1]:
+            step = stepped.state.get("step", self._groups()[stepped.group].get("step"))
             found |= {} if step is None else {"step": step}
         return found if slots else {}
 
@@ -235,77 +270,103 @@ class RecordedOptimizer(StepHooks):
 
     def _gradient(self, logical: LogicalParameter) -> BoxPart | None:
         """The gradients in Megatron's buffers: with the distributed optimizer, this rank's part of each is complete."""
+        import torch
 
         def values(parameter: Any) -> tuple[torch.Tensor, int] | None:
             if not self._sharded:
-                return parameter.main_grad, 0
-            if parameter not in self._one.model_param_gbuf_map:
+                return unscaled(parameter.main_grad), 0
+            one = next((one for one in self._chain if parameter in one.model_param_gbuf_map), None)
+            if one is None:
                 return None
-            span = self._one._get_model_param_range_map(parameter)["param"]
-            return parameter.main_grad.reshape(-1)[span.start : span.end], span.start
+            span = one._get_model_param_range_map(parameter)["param"]
+            return unscaled(parameter.main_grad.reshape(-1)[span.start : span.end]), span.start
+
+        def unscaled(gradient: torch.Tensor) -> torch.Tensor:
+            return gradient if self.scaler is None else self.scaler.unscale(gradient)
 
         own = logical.own
         if not own or any(getattr(parameter, "main_grad", None) is None for parameter in own):
             return None
         counts = logical.primary if self._sharded else None
-        return BoxPart(logical.shape, own[0].main_grad.dtype, lambda: logical.read(values), counts=counts)
+        dtype = torch.float32 if self.scaler is not None else own[0].main_grad.dtype
+        return BoxPart(logical.shape, dtype, lambda: logical.read(values), counts=counts)
 
-    def _stepped(self) -> Iterator[tuple[int, Any, torch.Tensor, int]]:
-        """Yields (group, parameter, what is stepped in its place, its first element) for all that this rank steps."""
-        one = self._one
-        if self._sharded:
-            for models, mains in (
-                (one.model_fp32_groups, one.shard_fp32_groups),
-                (one.model_float16_groups, one.shard_fp32_from_float16_groups),
-            ):
-                for number, pairs in enumerate(zip(models, mains, strict=True)):
-                    for parameter, main in zip(*pairs, strict=True):
-                        yield number, parameter, main, one._get_model_param_range_map(parameter)["param"].start
-            return
-        mains = {
-            id(main): parameter
-            for models, wide in zip(
-                getattr(one, "float16_groups", ()), getattr(one, "fp32_from_float16_groups", ()), strict=True
-            )
-            for parameter, main in zip(models, wide, strict=True)
-        }
-        for number, group in enumerate(self.optimizer.param_groups):
-            for main in group["params"]:
-                yield number, mains.get(id(main), main), main, 0
+    def _stepped(self) -> Iterator[_Stepped]:
+        """Yields all that this rank steps."""
+        groups = 0
+        for one in self._chain:
+            for number, parameter, main, first in _stepped(one):
+                yield _Stepped(groups + number, parameter, main, first, one.optimizer.state.get(main, {}))
+            groups += len(one.optimizer.param_groups)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stepped:
+    """What is stepped in a parameter's place, or in that of a run of its elements.
+
+    Attributes:
+        group: number of its group, over the whole chain.
+        parameter: the rank's own parameter.
+        main: what is stepped.
+        first: the parameter's element that it begins with.
+        state: its slots.
+    """
+
+    group: int
+    parameter: Any
+    main: torch.Tensor
+    first: int
+    state: Mapping[str, Any]
+
+
+def _stepped(one: Any) -> Iterator[tuple[int, Any, torch.Tensor, int]]:
+    """Yields (group, parameter, what is stepped in its place, its first element) of one optimizer of a chain."""
+    if hasattr(one, "model_param_gbuf_map"):
+        for models, mains in (
+            (one.model_fp32_groups, one.shard_fp32_groups),
+            (one.model_float16_groups, one.shard_fp32_from_float16_groups),
+        ):
+            for number, pairs in enumerate(zip(models, mains, strict=True)):
+                for parameter, main in zip(*pairs, strict=True):
+                    yield number, parameter, main, one._get_model_param_range_map(parameter)["param"].start
+        return
+    mains = {
+        id(main): parameter
+        for models, wide in zip(
+            getattr(one, "float16_groups", ()), getattr(one, "fp32_from_float16_groups", ()), strict=True
+        )
+        for parameter, main in zip(models, wide, strict=True)
+    }
+    for number, group in enumerate(one.optimizer.param_groups):
+        for main in group["params"]:
+            yield number, mains.get(id(main), main), main, 0
 
 
 def check_chunks(chunks: Sequence[Any]) -> list[Problem]:
     """Returns findings (SR-REC-USE) for models whose state the bridge does not show."""
-    from megatron.core import parallel_state as mpu
-
-    problems: list[Problem] = []
-    degrees = {
-        "context": mpu.get_context_parallel_world_size(),
-        "expert": mpu.get_expert_model_parallel_world_size(),
-    }
-    for kind, size in degrees.items():
-        if size > 1:
-            problems.append(_unsupported(f"{kind} parallelism", 1, size))
-    for chunk in chunks:
-        if getattr(chunk.config, "num_moe_experts", None):
-            problems.append(_unsupported("a mixture of experts", 0, chunk.config.num_moe_experts))
-        if not hasattr(chunk, "decoder"):
-            problems.append(_unsupported("a model without `decoder`", "GPTModel", type(chunk).__name__))
-    return problems
+    return [
+        _unsupported("a model without `decoder`", "GPTModel", type(chunk).__name__)
+        for chunk in chunks
+        if not hasattr(chunk, "decoder")
+    ]
 
 
 def check_optimizer(optimizer: Any) -> list[Problem]:
     """Returns findings (SR-REC-USE) if an optimizer is not one whose parts on each rank can be shown."""
-    one = _single(optimizer)
-    if one is None:
-        return [_unsupported("a chain of several optimizers", 1, len(optimizer.chained_optimizers))]
+    chain = _chain(optimizer)
+    problems = [problem for one in chain for problem in _check_one(one)]
+    if len(chain) > 1 and getattr(chain[0], "grad_scaler", None) is not None:
+        # Each scales down for infinities among its own gradients; the loss is scaled by the first one's.
+        problems.append(_unsupported("a loss scale with several optimizers", None, type(chain[0].grad_scaler).__name__))
+    return problems
+
+
+def _check_one(one: Any) -> list[Problem]:
     known = any(hasattr(one, name) for name in ("model_param_gbuf_map", "fp32_from_float16_groups"))
     if not known and type(one).__name__ != "FP32Optimizer":
         return [_unsupported("this optimizer", "DistributedOptimizer or a plain one", type(one).__name__)]
     if getattr(one.config, "use_precision_aware_optimizer", False):
         return [_unsupported("the precision-aware optimizer", False, True)]
-    if one.get_loss_scale().item() != 1:
-        return [_unsupported("a loss scale", 1, one.get_loss_scale().item())]
     return []
 
 
@@ -315,13 +376,14 @@ def _unsupported(what: str, expected: Any, found: Any) -> Problem:
         f"the Megatron bridge does not cover {what}",
         expected=expected,
         found=found,
-        hint="it covers dense models with tensor, pipeline and data parallelism in fp32 and bf16",
+        hint="it covers GPT models, with experts too, and the plain and the distributed optimizer",
     )
 
 
-def _single(optimizer: Any) -> Any:
+def _chain(optimizer: Any) -> list[Any]:
+    """Returns the optimizers that step something on this rank."""
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
-    return chain[0] if len(chain) == 1 else None
+    return [one for one in chain if not getattr(one, "is_stub_optimizer", False)]
 
 
 def _bare(chunk: Any) -> Any:
@@ -347,20 +409,37 @@ def _sharded_parts(sharded: Any, parameter: nn.Parameter) -> Iterator[tuple[Any,
 
 
 def _agree_on_replicas(logical: Mapping[str, LogicalParameter]) -> None:
-    """Tells replicas apart: by the lowest rank that holds some of each. Collective over the model-parallel group."""
-    import torch.distributed as dist
+    """Tells replicas apart: by the lowest rank that holds some of each. Collective over the model-parallel groups.
+
+    Experts that are spread over ranks have groups of their own.
+    """
     from megatron.core import parallel_state as mpu
 
+    spread = {name for name, one in logical.items() if not all(getattr(p, "allreduce", True) for p in one.own)}
+    _agree_within(
+        {name: one for name, one in logical.items() if name not in spread},
+        mpu.get_model_parallel_group(),
+        mpu.get_data_parallel_group(with_context_parallel=True),
+    )
+    _agree_within(
+        {name: logical[name] for name in spread},
+        mpu.get_expert_tensor_model_pipeline_parallel_group(),
+        mpu.get_expert_data_parallel_group(),
+    )
+
+
+def _agree_within(logical: Mapping[str, LogicalParameter], group: Any, data: Any) -> None:
+    """Tells replicas apart within `group`, whose ranks hold one copy of all; `data` holds the copies of this rank's."""
+    import torch.distributed as dist
+
     rank, _ = world()
-    data: Any = mpu.get_data_parallel_group(with_context_parallel=True)
-    group: Any = mpu.get_model_parallel_group()
     first = min(dist.get_process_group_ranks(data))
     told: list[Any] = [None] * dist.get_world_size(group)
-    mine = {name: (parameter.replica[:-1], parameter.requires_grad) for name, parameter in logical.items()}
+    mine = {name: parameter.replica[:-1] for name, parameter in logical.items()}
     dist.all_gather_object(told, (rank, first, mine), group=group)
     told.sort(key=lambda item: item[0])
     for name, parameter in logical.items():
-        holders = [(other, start, held[name][0]) for other, start, held in told if name in held]
+        holders = [(other, start, held[name]) for other, start, held in told if name in held]
         same = [(other, start) for other, start, replica in holders if replica == parameter.replica[:-1]]
         parameter.lead, parameter.shared_lead = min(other for other, _ in same), min(start for _, start in same)
         parameter.primary = holders[0][2] == parameter.replica[:-1]

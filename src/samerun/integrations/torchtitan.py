@@ -110,7 +110,7 @@ class RecordedTrainer(Trainer):
             list(self.optimizers),
             self.lr_schedulers,
             sampler=self.dataloader.sampler,
-            layout={"dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard, "tp": dims.tp},
+            layout={"pp": dims.pp, "dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard, "tp": dims.tp},
             config=self.model_config.to_dict(),
         )
 
@@ -130,14 +130,21 @@ class RecordedTrainer(Trainer):
     _loaded = False
 
     def forward_backward_step(self, *, input_dict: Any, labels: Any, global_valid_tokens: Any) -> Any:
-        """Called by torchtitan for each pass, whose loss is a sum over all tokens of the update."""
-        ids = input_dict.pop(SAMPLE_IDS)
+        """Called by torchtitan for each pass, whose loss is a sum over all tokens of the update.
+
+        With pipeline stages a pass is one run of the schedule, whose microbatches come as lists, and the last stage
+        alone knows the loss.
+        """
+        inputs = input_dict if isinstance(input_dict, list) else [input_dict]
+        ids = [sample for one in inputs for sample in one.pop(SAMPLE_IDS)]
         loss = super().forward_backward_step(
             input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
         )
-        tokens = int((labels != IGNORE_INDEX).sum())
-        mean = loss.detach() * global_valid_tokens / max(1, tokens)
-        self.recorder.samples(list(ids), loss=mean, tokens=tokens, weight=tokens)
+        targets = labels if isinstance(labels, list) else [labels]
+        tokens = sum(int((one != IGNORE_INDEX).sum()) for one in targets)
+        known = not self.parallel_dims.pp_enabled or self.pp_has_last_stage
+        mean = loss.detach() * global_valid_tokens / max(1, tokens) if known else None
+        self.recorder.samples(ids, loss=mean, tokens=tokens, weight=tokens)
         self._passes += 1
         if self._passes % self.gradient_accumulation_steps == 0:
             self.recorder.grad_norm()  # before torchtitan clips
@@ -159,7 +166,7 @@ class RecordedTrainer(Trainer):
 def check_trainer(config: Any) -> list[Problem]:
     """Returns findings (SR-REC-USE) for configurations that the bridge does not cover."""
     problems: list[Problem] = []
-    for name in ("pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree"):
+    for name in ("context_parallel_degree", "expert_parallel_degree"):
         degree = getattr(config.parallelism, name, 1)
         if degree != 1:
             problems.append(_unsupported(f"parallelism.{name}", 1, degree))
@@ -182,5 +189,5 @@ def _unsupported(what: str, expected: Any, found: Any) -> Problem:
         f"the torchtitan bridge does not cover {what}",
         expected=expected,
         found=found,
-        hint="it covers FSDP, HSDP and tensor parallelism with ElasticDataLoader",
+        hint="it covers FSDP, HSDP, tensor and pipeline parallelism with ElasticDataLoader",
     )

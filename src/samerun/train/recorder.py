@@ -380,7 +380,7 @@ class Recorder:
 
     def _note_skipped(self) -> None:
         """Records an update that the scaler skipped: its passes are noted, and no step came."""
-        if self._passes.count and self._watch is not None and self._watch.scale_fell:
+        if self._passes.count and self._watch is not None and self._watch.skipped:
             self._write_noted()
 
     def _write_noted(self) -> None:

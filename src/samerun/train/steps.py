@@ -91,11 +91,17 @@ class StepWatch:
         # What a step made now would use. The scheduler and the scaler may have moved on when the update is recorded.
         self._lr = tuple(learning_rates(self._optimizers))
         self._loss_scale = None if self._scaler is None else float(self._scaler.get_scale())
+        self._num_skipped = _num_skipped(self._scaler)
 
     @property
-    def scale_fell(self) -> bool:
-        """Whether the loss scale was reduced without a step: the scaler met infinities and skipped the update."""
-        return self._loss_scale is not None and not self._steps and float(self._scaler.get_scale()) < self._loss_scale
+    def skipped(self) -> bool:
+        """Whether the scaler met infinities and skipped the update: no step came, and the loss scale fell.
+
+        A scaler that does not lower its scale at once says how many it skipped, as `num_skipped`.
+        """
+        if self._loss_scale is None or self._steps:
+            return False
+        return float(self._scaler.get_scale()) < self._loss_scale or _num_skipped(self._scaler) > self._num_skipped
 
     def close(self) -> None:
         """Takes the hooks off."""
@@ -210,3 +216,7 @@ def _added(parts: Sequence[torch.Tensor]) -> list[list[float]]:
 def _keeps_gradients(optimizer: Any) -> bool:
     """Whether an optimizer takes the gradients off the parameters, so that nothing can be measured there."""
     return bool(getattr(optimizer, "keeps_gradients", False))
+
+
+def _num_skipped(scaler: Any) -> int:
+    return int(getattr(scaler, "num_skipped", 0))

@@ -25,6 +25,8 @@ _KINDS = {
     "progress": "counters",
     "settings": "settings that shapes do not show",
 }
+_OTHER_NAMES = {"scaler": "grad_scaler"}
+"""What the recorder calls an object, and what it is saved as by a framework (Megatron) that saves it itself."""
 # Settings that name a place or a layout, not an architecture: they may differ between two runs of one model.
 _PLACES = frozenset(
     [
@@ -126,7 +128,7 @@ def check_objects(loaded: Loaded) -> list[Problem]:
         else:
             hint = "the object was not restored, or was changed after it was"
             problems += _leaf_problems("SR-LOAD-OBJECT", name, saved, value, declared, hint)
-    compared = {*found, "scheduler", *_CONFIG_NAMES}
+    compared = {*found, *(_OTHER_NAMES[name] for name in found if name in _OTHER_NAMES), "scheduler", *_CONFIG_NAMES}
     for name in _left_out(loaded.state, compared):
         problems.append(
             Problem(
@@ -173,6 +175,8 @@ def saved_object(state: LogicalState, name: str) -> Any:
     is the one which is meant.
     """
     places = _places(_sources(state), name)
+    if not places and name in _OTHER_NAMES:
+        places = _places(_sources(state), _OTHER_NAMES[name])
     if name in places or len(places) == 1:
         return plain(places[name] if name in places else next(iter(places.values())), name)
     if name == "progress":
