@@ -3,8 +3,9 @@
 python benchmarks/convert.py --size 1.4 --work /tmp/bench
 python benchmarks/convert.py --size 0.5 1 2 4 --work /tmp/bench --skip-framework
 
-Every row is a process of its own. CPU seconds are user and system time of that process and those it starts, memory is
-the peak of its anonymous pages (mapped files are the page cache's). The three are run one after the other, `--repeat`
+Every row is a process of its own. `copied` is samerun without reading back: planned, compared with the source's
+checksums, copied and flushed, by its library; `x cp` gives it first, then the whole verb. CPU seconds are user and system time of that process and those it starts, memory is
+the peak of its anonymous pages (mapped files are the page cache's). All are run one after the other, `--repeat`
 times; the least of each counts. Ratios are of CPU time, to `cp`, to `cp` followed by flushing to disk (which samerun
 does before it renames, and `cp` leaves to the kernel's threads), and to the framework's tool. What importing the
 framework alone costs is printed above.
@@ -78,6 +79,20 @@ for rank in range(WORLD):
         os._exit(0)
     children.append(child)
 sys.exit(max(os.waitpid(child, 0)[1] != 0 for child in children))
+"""
+COPY = """
+import os
+from samerun.convert.convert import open_place
+from samerun.convert.prepare import prepare
+from samerun.core.mesh import Layout
+from samerun.execute.engine import Settings, execute_plan
+from samerun.formats.detect import open_checkpoint
+settings = Settings(threads=min(8, os.cpu_count() or 1))
+layout = Layout.parse({layout!r}) if {layout!r} else None
+prepared = prepare(open_checkpoint({source!r}), {dest!r}, to={to!r}, layout=layout, settings=settings)
+place = open_place(prepared, settings)
+execute_plan(prepared.plan, prepared.view, place.payload, place.journal, place.done, settings)
+place.discard()
 """
 FLUSHED = "cp -r {source!s} {dest!s} && find {dest!s} -type f -exec sync {{}} +"
 
@@ -192,12 +207,11 @@ def measure(work: Path, size: float, repeat: int, only: str, *, framework: bool)
     imported = f"; framework's import {run(sys.executable, '-c', IMPORT).cpu:.1f} CPU s" if framework else ""
     print(f"{file.stat().st_size / 1e9:.2f} GB of values{imported}")
     head = (
-        f"{'work':<20}{'samerun':>20} | {'cp':>12} {'cp, flushed':>14} | {'tool':>16} | {'x cp':>6} {'x flushed':>10}"
+        f"{'work':<20}{'samerun':>20} {'copied':>7} | {'cp':>12} {'cp, flushed':>14} | {'tool':>16} | "
+        f"{'x cp':>11} {'x flushed':>11} {'x tool':>7} | load"
     )
-    print(
-        f"{head} {'x tool':>7}\n{'':<20}{'CPU s  wall   MB':>20} | {'CPU s  wall':>12} {'CPU s  wall':>14} | ", end=""
-    )
-    print(f"{'CPU s  wall   MB':>16} |")
+    units = f"{'CPU s  wall   MB':>20} {'CPU s':>7} | {'CPU s  wall':>12} {'CPU s  wall':>14} | {'CPU s  wall   MB':>16}"
+    print(f"{head}\n{'':<20}{units} |")
     rows = [
         ("DCP -> torch.save", sharded, ["--to", "torch"], TORCH_SAVE),
         ("torch.save -> DCP", file, ["--to", "dcp"], FROM_TORCH),
@@ -205,7 +219,8 @@ def measure(work: Path, size: float, repeat: int, only: str, *, framework: bool)
         ("DCP 4 -> DCP 3", sharded, ["--to", "dcp", "--layout", "dp_shard=3"], RESHARD),
     ]
     for name, source, options, script in (row for row in rows if only in row[0]):
-        copied, flushed, mine, theirs = [], [], [], []
+        copied, flushed, mine, unproved, theirs = [], [], [], [], []
+        facts = {"to": options[1], "layout": options[3] if len(options) > 3 else ""}
         for _ in range(repeat):
             dest = work / "dest"
             copied.append(run("cp", "-r", str(source), str(dest)))
@@ -215,11 +230,12 @@ def measure(work: Path, size: float, repeat: int, only: str, *, framework: bool)
             mine.append(convert(source, dest, *options))
             remove(dest)
             remove(work / "dest.samerun-proof.json")
+            unproved.append(run(sys.executable, "-c", COPY.format(source=str(source), dest=str(dest), **facts)))
             if framework:
                 theirs.append(run(sys.executable, "-c", script.format(source=str(source), dest=str(dest))))
                 remove(dest)
         tool = least(theirs) if theirs else None
-        print(_row(name, least(mine), least(copied), least(flushed), tool), flush=True)
+        print(_row(name, least(mine), least(unproved), least(copied), least(flushed), tool), flush=True)
 
 
 def least(found: list[Cost]) -> Cost:
@@ -228,13 +244,14 @@ def least(found: list[Cost]) -> Cost:
     return Cost(wall, cpu, max(x.anon for x in found), max(x.written for x in found))
 
 
-def _row(name: str, mine: Cost, copied: Cost, flushed: Cost, tool: Cost | None) -> str:
+def _row(name: str, mine: Cost, unproved: Cost, copied: Cost, flushed: Cost, tool: Cost | None) -> str:
     theirs = f"{tool.cpu:>5.1f} {tool.wall:>5.1f} {tool.anon:>4.0f}" if tool else ""
     ratio = f"{mine.cpu / tool.cpu:.2f}" if tool else ""
     return (
-        f"{name:<20}{mine.cpu:>9.2f} {mine.wall:>5.1f} {mine.anon:>4.0f} | {copied.cpu:>6.2f} {copied.wall:>5.1f} "
-        f"{flushed.cpu:>8.2f} {flushed.wall:>5.1f} | {theirs:>16} | {mine.cpu / copied.cpu:>6.2f} "
-        f"{mine.cpu / flushed.cpu:>10.2f} {ratio:>7}"
+        f"{name:<20}{mine.cpu:>9.2f} {mine.wall:>5.1f} {mine.anon:>4.0f} {unproved.cpu:>7.2f} | {copied.cpu:>6.2f} "
+        f"{copied.wall:>5.1f} {flushed.cpu:>8.2f} {flushed.wall:>5.1f} | {theirs:>16} | "
+        f"{unproved.cpu / copied.cpu:>5.2f} {mine.cpu / copied.cpu:>5.2f} {unproved.cpu / flushed.cpu:>5.2f} "
+        f"{mine.cpu / flushed.cpu:>5.2f} {ratio:>7} | {os.getloadavg()[0]:.0f}"
     )
 
 

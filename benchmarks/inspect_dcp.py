@@ -10,12 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 
-def write_checkpoint(folder: Path, num_tensors: int, num_ranks: int) -> int:
-    """Writes the metadata that torch writes for `num_tensors` row-sharded tensors; returns the number of chunks."""
+Chunks = list[tuple[tuple[int, ...], tuple[int, ...], str, int]]  # offsets, sizes, file, offset in the file
+
+
+def write_metadata(folder: Path, tensors: Iterable[tuple[str, tuple[int, ...], str, Chunks]], item_bytes: int) -> None:
+    """Writes the `.metadata` that torch writes for tensors of (name, shape, element type, chunks)."""
     import pickle
 
     import torch
@@ -28,23 +31,35 @@ def write_checkpoint(folder: Path, num_tensors: int, num_ranks: int) -> int:
         TensorStorageMetadata,
     )
 
-    rows, width = 3 * num_ranks, 8
-    tensors, places, ends = {}, {}, [0] * num_ranks
-    for number in range(num_tensors):
-        name = f"model.layers.{number}.weight"
-        chunks = []
-        for rank in range(num_ranks):
-            offsets, sizes = torch.Size([3 * rank, 0]), torch.Size([3, width])
-            chunks.append(ChunkStorageMetadata(offsets, sizes))
-            places[MetadataIndex(name, offsets, rank)] = _StorageInfo(f"__{rank}_0.distcp", ends[rank], 1700)
-            ends[rank] += 1700
-        tensors[name] = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([rows, width]), chunks)
+    entries, places, paths = {}, {}, {}
+    for name, shape, dtype, chunks in tensors:
+        boxes = []
+        for number, (start, extent, file, at) in enumerate(chunks):
+            offsets, sizes = torch.Size(start), torch.Size(extent)
+            boxes.append(ChunkStorageMetadata(offsets, sizes))
+            places[MetadataIndex(name, offsets, number)] = _StorageInfo(file, at, item_bytes)
+        entries[name] = TensorStorageMetadata(TensorProperties(getattr(torch, dtype)), torch.Size(shape), boxes)
+        paths[name] = ("model", name[6:]) if name.startswith("model.") else (name,)
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(entries, paths, places)))
+
+
+def write_checkpoint(folder: Path, num_tensors: int, num_ranks: int) -> int:
+    """Writes a directory of `num_tensors` row-sharded tensors, data files of zeros; returns the number of chunks."""
+    width, item_bytes = 8, 1700
+
+    def chunks(number: int) -> Chunks:
+        at = number * item_bytes
+        return [((3 * rank, 0), (3, width), f"__{rank}_0.distcp", at) for rank in range(num_ranks)]
+
     folder.mkdir(parents=True)
-    metadata = Metadata(tensors, {name: ("model", name[6:]) for name in tensors}, places)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    names = (f"model.layers.{number}.weight" for number in range(num_tensors))
+    shape = (3 * num_ranks, width)
+    write_metadata(
+        folder, ((name, shape, "float32", chunks(number)) for number, name in enumerate(names)), item_bytes
+    )
     for rank in range(num_ranks):
         with (folder / f"__{rank}_0.distcp").open("wb") as file:
-            file.truncate(ends[rank])
+            file.truncate(num_tensors * item_bytes)
     return num_tensors * num_ranks
 
 

@@ -11,16 +11,18 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from samerun.core.dtype import parse_dtype
-from samerun.formats.dcpfile.metadata import Chunk, Stored, emit_metadata
+from inspect_dcp import Chunks, write_metadata
+
 from samerun.formats.detect import open_checkpoint
 from samerun.formats.torchfile.nodes import Instance, Named
 from samerun.formats.torchfile.write import Pieces, add_archive
 
 _DP = 64
 _WIDTH = 16
+_ITEM = 8192  # bytes of an item
 _NAME = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0."
 
 
@@ -74,26 +76,28 @@ def flat_chunks(layers: int) -> tuple[int, list[tuple[int, int]]]:
 def write(root: Path, layers: int) -> int:
     """Writes a checkpoint. Returns its number of chunks."""
     root.mkdir()
-    items: list[Stored] = []
-    at = 0
+    at, count = 0, 0
 
-    def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
-        nonlocal at
-        at += 8192
-        return Chunk(offsets, sizes, "__0_0.distcp", at - 8192, 8192)
+    def place(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> Chunks:
+        nonlocal at, count
+        placed = [(offsets, sizes, "__0_0.distcp", at + _ITEM * n) for n, (offsets, sizes) in enumerate(boxes)]
+        at += _ITEM * len(placed)
+        count += len(placed)
+        return placed
 
-    weights, masters = parse_dtype("bfloat16"), parse_dtype("float32")
-    for name, shape in shapes(layers).items():
-        if ".layers." in name:
-            rest = (0,) * (len(shape) - 1)
-            chunks = [chunk((layer, *rest), (1, *shape[1:])) for layer in range(layers)]
-        else:
-            chunks = [chunk((0,) * len(shape), shape)]
-        items.append(Stored((name,), chunks, shape, weights))
-    length, cuts = flat_chunks(layers)
-    for slot in ("param", "exp_avg", "exp_avg_sq"):
-        items.append(Stored((_NAME + slot,), [chunk((a,), (n,)) for a, n in cuts], (length,), masters))
-    (root / ".metadata").write_bytes(emit_metadata(items))
+    def tensors() -> Iterator[tuple[str, tuple[int, ...], str, Chunks]]:
+        for name, shape in shapes(layers).items():
+            if ".layers." in name:
+                rest = (0,) * (len(shape) - 1)
+                boxes = [((layer, *rest), (1, *shape[1:])) for layer in range(layers)]
+            else:
+                boxes = [((0,) * len(shape), shape)]
+            yield name, shape, "bfloat16", place(boxes)
+        length, cuts = flat_chunks(layers)
+        for slot in ("param", "exp_avg", "exp_avg_sq"):
+            yield _NAME + slot, (length,), "float32", place(((start,), (size,)) for start, size in cuts)
+
+    write_metadata(root, tensors(), _ITEM)
     with open(root / "__0_0.distcp", "wb") as file:
         file.truncate(at)
     args = {"world_size": _DP, "num_layers": layers, "vocab_size": 64, "transformer_impl": "local"}
@@ -103,7 +107,7 @@ def write(root: Path, layers: int) -> int:
     file = common.file("common.pt")
     (root / "common.pt").write_bytes(b"".join(literal.content for literal in file.literals))
     (root / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    return sum(len(item.chunks) for item in items)
+    return count
 
 
 def main(sizes: list[int]) -> None:

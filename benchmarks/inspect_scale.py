@@ -1,6 +1,7 @@
 """Inspecting large checkpoints: whole process against the C unpickler on the same metadata, and memory on deep reading.
 
 python benchmarks/inspect_scale.py --chunks 10000 100000 1000000 --size 2 --work /tmp/bench
+python benchmarks/inspect_scale.py --chunks 10000 --size 0 --work /tmp/bench       # metadata alone, in a minute
 
 Every row is a process of its own; CPU seconds are user and system time, memory is the peak of anonymous pages in MB
 (mapped files are the page cache's). The unpickler is measured beside torch's classes already imported, with the
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +20,7 @@ from pathlib import Path
 import inspect_dcp
 import inspect_megatron
 
-from convert import Cost, convert, remove, run, write_export
+from convert import Cost, convert, least, remove, run, write_export
 
 UNPICKLE = """
 import gc, json, pickle, resource, sys
@@ -51,20 +53,38 @@ def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", type=int, nargs="*", default=[10_000, 100_000])
-    parser.add_argument("--size", type=float, default=2.0, help="gigabytes of the checkpoint that is read whole")
+    parser.add_argument("--only", choices=["dcp", "megatron"], help="the metadata of one format")
+    parser.add_argument("--size", type=float, default=2.0, help="gigabytes of what is read whole; 0: nothing is")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each, in turn; the least counts")
     parser.add_argument("--work", type=Path, required=True, help="an empty directory with three times that space")
     args = parser.parse_args()
-    inspect(Path(__file__).parents[1] / "tests" / "golden" / "statedict" / "torch" / "zip.pt")  # compiles
+    args.work.mkdir(parents=True, exist_ok=True)
+    writers = {name: write for name, write in WRITERS.items() if args.only in (None, name)}
+    warm_up(args.work)
     print(
-        f"{'metadata':<20}{'chunks':>10} | {'samerun':>15} | {'unpickled':>15} {'no gc':>7} | {'x':>5} {'x no gc':>8}"
+        f"{'metadata':<10}{'chunks':>11} | {'samerun':>15} | {'unpickled':>15} {'no gc':>7} | {'x':>5} {'x no gc':>8} "
+        f"{'x MB':>5} | {'load':>5}"
     )
     for wanted in args.chunks:
-        for name, write in (("dcp", write_dcp), ("megatron", write_megatron)):
+        for name, write in writers.items():
             folder = args.work / name / "iter_0000001"
-            folder.parent.mkdir(parents=True)
-            print_scale(name, write(folder, wanted), folder)
             remove(folder.parent)
-    read_whole(args.work, args.size)
+            folder.parent.mkdir()
+            print_scale(name, write(folder, wanted), folder, args.repeat)
+            remove(folder.parent)
+    if args.size > 0:
+        read_whole(args.work, args.size)
+
+
+def warm_up(work: Path) -> None:
+    """Inspects metadata just long enough to be scanned by compiled code: what is compiled is kept for later runs."""
+    folder = work / "warm" / "iter_0000001"
+    remove(folder.parent)
+    for write in WRITERS.values():
+        folder.parent.mkdir()
+        write(folder, 20_000)
+        inspect(folder)
+        remove(folder.parent)
 
 
 def write_dcp(folder: Path, chunks: int) -> int:
@@ -77,18 +97,28 @@ def write_megatron(folder: Path, chunks: int) -> int:
     return inspect_megatron.write(folder, max(1, chunks // 24))
 
 
-def print_scale(name: str, chunks: int, folder: Path) -> None:
+WRITERS = {"dcp": write_dcp, "megatron": write_megatron}
+
+
+def print_scale(name: str, chunks: int, folder: Path, repeat: int) -> None:
     """Prints one row."""
-    mine = inspect(folder)
-    plain, quick = (unpickle(folder / ".metadata", collect=collect) for collect in (True, False))
-    costs = f"{mine.cpu:>6.2f} s {mine.anon:>4.0f} MB | {plain.cpu:>6.2f} s {plain.anon:>4.0f} MB {quick.cpu:>5.2f} s"
-    ratios = f"{mine.cpu / plain.cpu:>5.2f} {mine.cpu / quick.cpu:>8.2f}"
-    print(f"{name:<20}{chunks:>10,} | {costs} | {ratios}", flush=True)
+    mine, plain, quick = [], [], []
+    for _ in range(repeat):
+        mine.append(inspect(folder))
+        plain.append(unpickle(folder / ".metadata", collect=True))
+        quick.append(unpickle(folder / ".metadata", collect=False))
+    own, slow, fast = least(mine), least(plain), least(quick)
+    costs = f"{own.cpu:>6.2f} s {own.anon:>4.0f} MB | {slow.cpu:>6.2f} s {slow.anon:>4.0f} MB {fast.cpu:>5.2f} s"
+    ratios = f"{own.cpu / slow.cpu:>5.2f} {own.cpu / fast.cpu:>8.2f} {own.anon / slow.anon:>5.2f}"
+    print(f"{name:<10}{chunks:>11,} | {costs} | {ratios} | {os.getloadavg()[0]:>5.0f}", flush=True)
 
 
 def read_whole(work: Path, size: float) -> None:
     """Prints what reading a whole checkpoint costs: plainly, deeply, and compared with another layout of the same."""
     export, sharded, other = work / "export", work / "dcp4", work / "dcp3"
+    for folder in (export, sharded, other):
+        remove(folder)
+    print(f"\n{'reading whole':<20}{'':>10} | {'CPU s   MB':>17}   wall")
     write_export(export, size)
     convert(export, sharded, "--to", "dcp", "--layout", "dp_shard=4")
     convert(export, other, "--to", "dcp", "--layout", "dp_shard=3")

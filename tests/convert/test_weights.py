@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +76,26 @@ def test_other_formats_hold_the_weights_alone(to: str, source: Checkpoint, tmp_p
     assert weights_of(found, "drop") == weights_of(source, "params")
     assert not any((found.state.groups, found.state.scheduler, found.state.rng, found.state.data))
     found.close()
+
+
+@pytest.mark.parametrize(("damaged", "stops"), [("master", True), ("optim.exp_avg", False)])
+def test_checksums_of_what_is_written_are_compared_and_no_others(damaged: str, stops: bool, tmp_path: Path) -> None:
+    shutil.copytree(SOURCE, tmp_path / "ckpt")
+    with closing(open_checkpoint(tmp_path / "ckpt")) as source:
+        key = next(key for key in source.state.tensors if key.startswith(f"{damaged}:"))
+        extent = source.locate(key, 0)
+        assert extent.crc32 is not None
+    content = bytearray(extent.file.read_bytes())
+    content[extent.offset_bytes] ^= 1
+    extent.file.write_bytes(content)
+    with closing(open_checkpoint(tmp_path / "ckpt")) as source:
+        go = partial(prepare, source, tmp_path / "w.pt", to="torch", masters="params", weights_only=True)
+        if not stops:
+            assert weights_of(source, "params")
+            carry_out(go())
+            return
+        with pytest.raises(UndecidedError, match="SR-FILE-CRC"):
+            go()
 
 
 def test_safetensors_reads_a_model_file(source: Checkpoint, tmp_path: Path) -> None:

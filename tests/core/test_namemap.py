@@ -37,10 +37,10 @@ def follow(links: list[Link], arrays: Arrays, shapes: list[tuple[int, ...]]) -> 
     for link in links:
         axes = dict(link.axes)
         for index in np.ndindex(*link.source_sizes()):
-            source = tuple(a + n for a, n in zip(link.source_offsets, index, strict=True))
+            source = tuple(a + n * m for a, n, m in zip(link.source_offsets, index, link.source_steps(), strict=True))
             target = list(link.target_offsets)
             for mine, theirs in axes.items():
-                target[theirs] += index[mine]
+                target[theirs] += index[mine] * link.target_steps()[theirs]
             assert made[link.target][tuple(target)] == -1, "written twice"
             made[link.target][tuple(target)] = arrays[link.source][source]
     return made

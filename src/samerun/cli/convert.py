@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from samerun.core.dtype import DType
     from samerun.core.mesh import Layout
     from samerun.execute.engine import Progress, ProgressCallback
+    from samerun.formats.base import Checkpoint
 
 _FILES_SHOWN = 20
 
@@ -89,8 +90,6 @@ def command(
     from samerun.execute.engine import Settings
     from samerun.execute.ranks import parse_launch
     from samerun.formats.detect import open_checkpoint
-    from samerun.formats.mapfile import read_name_map
-    from samerun.formats.mapped import MappedCheckpoint
     from samerun.stores.remote import is_url
 
     _require_codes(allow)
@@ -109,9 +108,8 @@ def command(
             meeting = stack.enter_context(meet(launch, Path(src), dest, cancel, rank_timeout, meeting_dir))
         checkpoint = open_checkpoint(src, format_name)
         stack.callback(checkpoint.close)
-        names = None if map_file is None else read_name_map(map_file, checkpoint.state)
         prepared = prepare(
-            checkpoint if names is None else MappedCheckpoint(checkpoint, names),
+            checkpoint if map_file is None else _mapped(checkpoint, map_file),
             dest,
             to=to,
             layout=_parse_layout(layout, checkpoint.state.topology.layout),
@@ -145,6 +143,13 @@ def command(
         _print_done(prepared, done)
 
 
+def _mapped(checkpoint: Checkpoint, map_file: str) -> Checkpoint:
+    from samerun.formats.mapfile import read_name_map
+    from samerun.formats.mapped import MappedCheckpoint
+
+    return MappedCheckpoint(checkpoint, read_name_map(map_file, checkpoint.state))
+
+
 @contextmanager
 def _failure_as_json(verb: str, dest: str) -> Generator[None]:
     """Prints the result of a conversion that findings stopped: nothing was written, and why."""
@@ -165,6 +170,8 @@ def _usage(code: str, message: str, hint: str) -> UsageError:
 
 def _require_codes(codes: tuple[str, ...]) -> None:
     """Raises UsageError for a code that no finding has: it would accept nothing, and nobody would notice."""
+    if not codes:
+        return
     from difflib import get_close_matches
 
     from samerun.catalog import load_catalog

@@ -14,7 +14,7 @@ from samerun.convert.masters import settle_masters
 from samerun.convert.objects import settle_objects
 from samerun.convert.sources import combined_fingerprint, fingerprint_source
 from samerun.convert.view import StateView
-from samerun.convert.weights import keep_weights
+from samerun.convert.weights import check_read, keep_weights
 from samerun.core.dtype import DType
 from samerun.core.mesh import Layout
 from samerun.core.written import DestinationPlan
@@ -88,7 +88,8 @@ def prepare(
         payloads: whether to compare stored bytes with the checksums recorded beside them; one of several processes
             does it for all.
         masters: where fp32 masters go that the format has no place for: see `samerun.convert.masters`.
-        weights_only: leave out everything but parameters and buffers: see `samerun.convert.weights`.
+        weights_only: leave out everything but parameters and buffers, and compare no more than these with recorded
+            checksums: see `samerun.convert.weights`.
 
     Raises:
         UsageError: for a destination or a format that cannot be.
@@ -110,7 +111,9 @@ def prepare(
     dtypes = plan_dtypes(source.state, dtype) if dtype else {}
     trees = fingerprint_source(source.path, ())
     found = list(inspect_checkpoint(original).problems)
-    checked = original.check_payloads() if payloads and isinstance(original, Inspectable) else None
+    checked = None
+    if payloads and isinstance(original, Inspectable):
+        checked = (check_read(source) if weights_only else None) or original.check_payloads()
     found += checked.problems if checked is not None else ()
     # A process that leaves the check to another one plans as if it had passed; otherwise that one's findings block.
     trusted = isinstance(original, Inspectable) and (checked is None or checked.intact is not False)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from samerun.convert.view import StateView
 from samerun.core.state import LogicalState, RecordedProgress, Role
-from samerun.errors import Problem, Severity, UndecidedError, UsageError
-from samerun.formats.base import Checkpoint
+from samerun.errors import CorruptCheckpoint, Problem, Severity, UndecidedError, UsageError
+from samerun.formats.base import Checkpoint, PayloadCheck
+from samerun.formats.torchfile.archive import checksum_problem
+from samerun.stores.crc32 import crc32
+from samerun.stores.local import MappedFiles
 
 WITH_WEIGHTS = ("dcp", "torch", "safetensors", "huggingface")  # formats that a model is loaded from without a run
 WHY = "only the weights were asked for"
@@ -46,6 +50,39 @@ def keep_weights(source: Checkpoint, to: str) -> tuple[Checkpoint, dict[str, str
     return StateView(source, bare), dropped, _left_out(state, len(kept), dropped)
 
 
+def check_read(source: Checkpoint) -> PayloadCheck | None:
+    """Compares the storages that a checkpoint's tensors lie in with the checksums recorded for them, and no others.
+
+    None if some of them are unpacked by the reader, which alone can check them.
+    """
+    problems: list[Problem] = []
+    seen: dict[tuple[Path, int], bool] = {}
+    files = MappedFiles()
+    try:
+        for key, entry in source.state.tensors.items():
+            for piece in range(len(entry.tiling)):
+                try:
+                    extent = source.locate(key, piece)
+                except CorruptCheckpoint:
+                    continue  # values that lie in no file, or a finding already
+                recorded = extent.crc32 is not None
+                place = (extent.file, extent.storage_offset_bytes if recorded else extent.offset_bytes)
+                if place in seen:
+                    continue
+                seen[place] = recorded
+                stop = extent.storage_offset_bytes + extent.storage_bytes
+                if extent.crc32 is not None:
+                    found = crc32(files.range(extent.file, extent.storage_offset_bytes, stop))
+                    if found != extent.crc32:
+                        problems.append(checksum_problem(extent.file, key, extent.crc32, found))
+    except FileNotFoundError:
+        return None
+    finally:
+        files.close()
+    checked = sum(seen.values())
+    return PayloadCheck(checked, len(seen), False if problems else None, tuple(problems))
+
+
 def _left_out(state: LogicalState, kept: int, dropped: Mapping[str, str]) -> Problem:
     tensors = sum(key in state.tensors for key in dropped)
     rest = "".join(f", {key}" for key in dropped if key not in state.tensors)
@@ -53,7 +90,8 @@ def _left_out(state: LogicalState, kept: int, dropped: Mapping[str, str]) -> Pro
         "SR-CONVERT-WEIGHTS",
         f"{kept} parameters and buffers are written; left out are {tensors} other tensors{rest}",
         severity=Severity.WARNING,
-        hint="this is what --weights-only asked for. No run resumes from it; the proof names all that is left out",
+        hint="this is what --weights-only asked for. No run resumes from it; the proof names all that is left out. Of the "
+        "source, only what is written was compared with recorded checksums",
     )
 
 

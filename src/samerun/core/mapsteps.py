@@ -245,11 +245,13 @@ class RotaryHalves(Step):
 
 
 def _halved(number: int, shape: Shape, half: int) -> Iterator[Link]:
-    for row in range(shape[0]):
-        head, inside = row - row % (2 * half), row % (2 * half)
-        source, box = _boxes(shape, 0, row, 1)
-        target, _ = _boxes(shape, 0, head + inside % 2 * half + inside // 2, 1)
-        yield Link(number, number, source, target, _same_axes(len(shape)), box)
+    """Yields two links per head: its even rows, which become the first half, and its odd ones."""
+    steps = ((2, 1), *((1, 1),) * (len(shape) - 1)) if half > 1 else ()
+    for row in range(0, shape[0], half):
+        head, odd = row - row % (2 * half), row // half % 2
+        source, box = _boxes(shape, 0, head + odd, half)
+        target, _ = _boxes(shape, 0, row, half)
+        yield Link(number, number, source, target, _same_axes(len(shape)), box, steps)
 
 
 @dataclass(frozen=True, slots=True)

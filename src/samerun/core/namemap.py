@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from samerun.core.dtype import DType
 from samerun.core.links import Link, Shape, compose, whole
@@ -36,20 +37,9 @@ class Pattern:
 
     def match(self, name: str) -> Binding | None:
         """Returns what each variable stands for if `name` fits, sorted by variable; None if it does not fit."""
-        parts: list[str] = []
-        seen: dict[str, str] = {}
-        for token in _TOKEN.split(self.text):
-            if not _TOKEN.fullmatch(token):
-                parts.append(re.escape(token))
-                continue
-            variable = token.strip("{}")
-            if variable in seen:
-                parts.append(f"(?P={seen[variable]})")
-                continue
-            seen[variable] = f"v{len(seen)}"
-            parts.append(f"(?P<{seen[variable]}>{'.*' if variable == _REST else '[^.]+'})")
-        found = re.fullmatch("".join(parts), name)
-        return None if found is None else tuple(sorted((name, found[group]) for name, group in seen.items()))
+        expression, variables = _compiled(self.text)
+        found = expression.fullmatch(name)
+        return None if found is None else tuple((name, found[group]) for name, group in variables)
 
     def fill(self, binding: Binding) -> str:
         """Returns the name with the variables replaced by what they stand for."""
@@ -59,6 +49,24 @@ class Pattern:
     def variables(self) -> set[str]:
         """Returns the variables in the pattern (`*` is one)."""
         return {token.strip("{}") for token in _TOKEN.findall(self.text)}
+
+
+@cache
+def _compiled(text: str) -> tuple[re.Pattern[str], Binding]:
+    """Returns a pattern's regular expression, and the group of each variable, sorted by variable."""
+    parts: list[str] = []
+    seen: dict[str, str] = {}
+    for token in _TOKEN.split(text):
+        if not _TOKEN.fullmatch(token):
+            parts.append(re.escape(token))
+            continue
+        variable = token.strip("{}")
+        if variable in seen:
+            parts.append(f"(?P={seen[variable]})")
+            continue
+        seen[variable] = f"v{len(seen)}"
+        parts.append(f"(?P<{seen[variable]}>{'.*' if variable == _REST else '[^.]+'})")
+    return re.compile("".join(parts)), tuple(sorted(seen.items()))
 
 
 @dataclass(frozen=True, slots=True)

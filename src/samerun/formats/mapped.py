@@ -6,7 +6,7 @@ where the map turns them; only padding that the map adds lies nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from samerun.core.links import Link
+from samerun.core.links import Link, Pairs
 from samerun.core.namemap import MappedTensor, MapResult, NameMap
 from samerun.core.state import LogicalState, ParamGroup, TensorEntry, TensorKey, Tiling
 from samerun.errors import CorruptCheckpoint, Problem, UsageError
 from samerun.formats.base import Array, Checkpoint, Extent, assemble_box, numpy_dtype, require_key
 
 Columns = npt.NDArray[np.int64]
+
+_PAIRS_AT_ONCE = 1 << 18  # links that are met with pieces in one array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +64,7 @@ class MappedCheckpoint:
         self.dropped = result.dropped
         self._mapped = {str(tensor.key): tensor for tensor in result.tensors}
         self._pieces: dict[str, _Pieces] = {}
+        self._last: tuple[tuple[str, int], Extent] | None = None
         entries = dict(self._entries(result))
         self.state = replace(before, tensors=entries, groups=groups)
 
@@ -85,21 +88,26 @@ class MappedCheckpoint:
             )
 
     def _tile(self, tensor: MappedTensor) -> tuple[Tiling, _Pieces]:
+        """Meets the links, all of one kind at once, with the pieces of their source."""
+        kinds: dict[tuple[int, Pairs], list[int]] = {}
+        for number, link in enumerate(tensor.links):
+            kinds.setdefault((link.source, link.axes), []).append(number)
+        width = max((len(link.source_offsets) for link in tensor.links), default=0)
         offsets: list[Columns] = []
         sizes: list[Columns] = []
         links: list[Columns] = []
         pieces: list[Columns] = []
         lows: list[Columns] = []
-        width = max((len(link.source_offsets) for link in tensor.links), default=0)
-        for number, link in enumerate(tensor.links):
-            tiling = self.source.state.tensors[tensor.sources[link.source]].tiling
-            low, high, touching = _inside(tiling, link)
-            target, extent = _to_target(link, low, high - low)
-            offsets.append(target)
-            sizes.append(extent)
-            links.append(np.full(len(touching), number, np.int64))
-            pieces.append(touching)
-            lows.append(np.pad(low, ((0, 0), (0, width - low.shape[1]))))
+        for (source, _), numbers in kinds.items():
+            tiling = self.source.state.tensors[tensor.sources[source]].tiling
+            at_once = max(1, _PAIRS_AT_ONCE // max(1, len(tiling)))
+            for some in (numbers[i : i + at_once] for i in range(0, len(numbers), at_once)):
+                met = _meet(tiling, [tensor.links[number] for number in some])
+                offsets.append(met.offsets)
+                sizes.append(met.sizes)
+                links.append(np.array(some, np.int64)[met.link])
+                pieces.append(met.piece)
+                lows.append(np.pad(met.low, ((0, 0), (0, width - met.low.shape[1]))))
         padding = _padding(tensor)
         offsets.append(padding.offsets)
         sizes.append(padding.sizes)
@@ -120,12 +128,12 @@ class MappedCheckpoint:
         source = tensor.sources[link.source]
         index = int(found.source_piece[piece])
         ndim = len(link.source_offsets)
-        inner = found.low[piece, :ndim] - self.source.state.tensors[source].tiling.offsets[index]
-        sizes = [1] * ndim
-        extent = self.state.tensors[key].tiling.sizes[piece]
+        low, corner = found.low[piece].tolist(), self.source.state.tensors[source].tiling.offsets[index].tolist()
+        inner = [a - b for a, b in zip(low[:ndim], corner, strict=True)]
+        sizes, extent = [1] * ndim, self.state.tensors[key].tiling.sizes[piece].tolist()
         for mine, theirs in link.axes:
-            sizes[mine] = int(extent[theirs])
-        return link, source, index, inner.tolist(), sizes
+            sizes[mine] = extent[theirs]
+        return link, source, index, inner, sizes
 
     def locate(self, key: str, piece: int) -> Extent:
         """Returns where the bytes of one piece lie, its axes in the order of the mapped tensor.
@@ -138,15 +146,33 @@ class MappedCheckpoint:
             raise CorruptCheckpoint(
                 Problem("SR-MAP-PADDING", "this padding is added by the map and lies in no file", where={"tensor": key})
             )
-        link, source, index, inner, _ = found
-        extent = self.source.locate(source, index)
+        link, source, index, inner, sizes = found
+        extent = self._extent(source, index)
         start = extent.offset_bytes
         start += sum(a * n for a, n in zip(inner, extent.strides, strict=True)) * extent.dtype.num_bytes
-        shape = tuple(self.state.tensors[key].tiling.sizes[piece].tolist())
-        strides = [1] * len(shape)
-        for mine, theirs in link.axes:
-            strides[theirs] = extent.strides[mine]
-        return replace(extent, offset_bytes=start, shape=shape, strides=tuple(strides))
+        shape, strides = [1] * len(link.target_offsets), [1] * len(link.target_offsets)
+        steps = link.steps or ((1, 1),) * len(link.axes)
+        for (mine, theirs), (step, _) in zip(link.axes, steps, strict=True):
+            shape[theirs] = sizes[mine]
+            strides[theirs] = extent.strides[mine] * step
+        return Extent(
+            extent.file,
+            start,
+            extent.dtype,
+            tuple(shape),
+            tuple(strides),
+            extent.big_endian,
+            extent.storage_offset_bytes,
+            extent.storage_bytes,
+            extent.crc32,
+            extent.divisor,
+        )
+
+    def _extent(self, source: str, piece: int) -> Extent:
+        """Returns where a piece of the source lies; of many parts of one in a row, it is asked for once."""
+        if self._last is None or self._last[0] != (source, piece):
+            self._last = (source, piece), self.source.locate(source, piece)
+        return self._last[1]
 
     def read_piece(self, key: str, piece: int) -> Array:
         """Returns one piece, a read-only view of the mapped file wherever possible; padding is zeros."""
@@ -156,7 +182,8 @@ class MappedCheckpoint:
             return np.zeros(shape, numpy_dtype(self.state.tensors[key].dtype))
         link, source, index, inner, sizes = found
         values: Array = self.source.read_piece(source, index)
-        values = values[tuple(slice(a, a + n) for a, n in zip(inner, sizes, strict=True))]
+        taken = zip(inner, sizes, link.source_steps(), strict=True)
+        values = values[tuple(slice(a, a + step * (n - 1) + 1, step) for a, n, step in taken)]
         order = [mine for mine, _ in sorted(link.axes, key=lambda pair: pair[1])]
         left = [axis for axis in range(values.ndim) if axis not in order]
         turned = values.transpose(*order, *left) if values.ndim else values
@@ -177,24 +204,57 @@ class MappedCheckpoint:
         raise AttributeError(name)
 
 
-def _inside(tiling: Tiling, link: Link) -> tuple[Columns, Columns, Columns]:
-    """Returns (low, high, pieces): the parts of a tensor's pieces that lie in a link's box, and which they are."""
-    first = np.array(link.source_offsets, np.int64)
-    low = np.maximum(tiling.offsets, first)
-    high = np.minimum(tiling.offsets + tiling.sizes, first + np.array(link.source_sizes(), np.int64))
-    touching = np.flatnonzero((high > low).all(axis=1)).astype(np.int64)
-    return low[touching], high[touching], touching
+@dataclass(frozen=True, slots=True, eq=False)
+class _Met:
+    """Boxes of a mapped tensor: `link` and `piece` number what they come from, `low` is the corner in the source."""
+
+    link: Columns
+    piece: Columns
+    low: Columns
+    offsets: Columns
+    sizes: Columns
 
 
-def _to_target(link: Link, low: Columns, extent: Columns) -> tuple[Columns, Columns]:
-    """Returns boxes of the source as boxes of the target."""
-    ndim = len(link.target_offsets)
-    offsets = np.tile(np.array(link.target_offsets, np.int64), (len(low), 1))
-    sizes = np.ones((len(low), ndim), np.int64)
-    for mine, theirs in link.axes:
-        offsets[:, theirs] += low[:, mine] - link.source_offsets[mine]
+def _meet(tiling: Tiling, links: Sequence[Link]) -> _Met:
+    """Returns where links of one source with the same axes meet its pieces, as boxes of the target.
+
+    A box whose elements lie apart in the target is cut into such that do not.
+    """
+    axes, count = links[0].axes, len(links)
+    wide, narrow = len(links[0].source_offsets), len(links[0].target_offsets)
+    first = np.array([link.source_offsets for link in links], np.int64).reshape(count, 1, wide)
+    step = np.array([link.source_steps() for link in links], np.int64).reshape(count, 1, wide)
+    size = np.array([link.source_sizes() for link in links], np.int64).reshape(count, 1, wide)
+    start = np.maximum(0, -((first - tiling.offsets) // step))  # the first of a link's rows that lies in the piece
+    stop = np.minimum(size, -((first - tiling.offsets - tiling.sizes) // step))
+    link, piece = (rows.astype(np.int64) for rows in np.nonzero((stop > start).all(axis=2)))
+    start, extent = start[link, piece], (stop - start)[link, piece]
+    low = first[link, 0] + start * step[link, 0]
+    offsets = np.array([link.target_offsets for link in links], np.int64).reshape(count, narrow)[link]
+    spread = np.array([link.target_steps() for link in links], np.int64).reshape(count, narrow)
+    sizes = np.ones((len(link), narrow), np.int64)
+    for mine, theirs in axes:
+        offsets[:, theirs] += start[:, mine] * spread[link, theirs]
         sizes[:, theirs] = extent[:, mine]
-    return offsets, sizes
+    met = _Met(link, piece, low, offsets, sizes)
+    for mine, theirs in axes:
+        met = _cut_apart(met, mine, theirs, step[:, 0, mine], spread[:, theirs])
+    return met
+
+
+def _cut_apart(met: _Met, mine: int, theirs: int, step: Columns, spread: Columns) -> _Met:
+    """Cuts the boxes whose elements lie apart along an axis of the target into boxes of one element along it."""
+    spread = spread[met.link]
+    if not (apart := (spread > 1) & (met.sizes[:, theirs] > 1)).any():
+        return met
+    times = np.where(apart, met.sizes[:, theirs], 1)
+    row = np.repeat(np.arange(len(times)), times)
+    within = np.arange(len(row)) - np.repeat(np.cumsum(times) - times, times)
+    low, offsets, sizes = met.low[row], met.offsets[row], met.sizes[row]
+    low[:, mine] += within * step[met.link[row]]
+    offsets[:, theirs] += within * spread[row]
+    sizes[:, theirs] = np.where(apart[row], 1, sizes[:, theirs])
+    return _Met(met.link[row], met.piece[row], low, offsets, sizes)
 
 
 def _padding(tensor: MappedTensor) -> Tiling:
@@ -203,7 +263,8 @@ def _padding(tensor: MappedTensor) -> Tiling:
     table = (len(tensor.links), len(tensor.shape))
     offsets = np.array([link.target_offsets for link in tensor.links], np.int64).reshape(table)
     sizes = np.array([link.target_sizes() for link in tensor.links], np.int64).reshape(table)
-    reached = (offsets + sizes).max(axis=0, initial=0)
+    steps = np.array([link.target_steps() for link in tensor.links], np.int64).reshape(table)
+    reached = (offsets + steps * (sizes - 1) + 1).max(axis=0, initial=0)
     short = [axis for axis, (end, size) in enumerate(zip(reached.tolist(), tensor.shape, strict=True)) if end < size]
     if not short:
         return none

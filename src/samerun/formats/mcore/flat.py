@@ -13,9 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
+
 from samerun.core.flat import Block, Part, row_major_strides, run_parts
-from samerun.core.state import TensorKey
-from samerun.formats.mcore.held import Collector, Source
+from samerun.core.state import TensorKey, Tiling
+from samerun.formats.mcore.held import Collector, Pieces, Source
+
+Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 ALIGNMENT = 64
 _LEAST_BUCKET = 40_000_000
@@ -83,15 +89,15 @@ def plan_slots(params: Sequence[Local], bucket_elements: Sequence[int]) -> list[
     slots: list[Slot] = []
     bucket = position = 0
     for local in reversed(params):
-        start = align(position)
+        start, count = align(position), local.num_elements
         if bucket < len(bucket_elements) and max(start, position) >= bucket_elements[bucket]:
             if bucket_elements[bucket] not in (position, start):
                 return None
             bucket, start = bucket + 1, 0
-        if bucket == len(bucket_elements) or start + local.num_elements > bucket_elements[bucket]:
+        if bucket == len(bucket_elements) or start + count > bucket_elements[bucket]:
             return None
         slots.append(Slot(local, bucket, start))
-        position = start + local.num_elements
+        position = start + count
     if not slots:
         return None if bucket_elements else []
     return slots if bucket == len(bucket_elements) - 1 and position == bucket_elements[bucket] else None
@@ -126,36 +132,47 @@ def default_bucket_size(dp: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of a buffer: element `start` of the buffer is element `at` of chunk `chunk` of a source."""
+    """A run of a buffer: element `start` of the buffer is the first element of chunk `chunk` of a source."""
 
     start: int
     num_elements: int
     source: Source
     chunk: int = 0
-    at: int = 0
 
 
 class Buffer:
-    """One slot of one bucket: its segments in order of place."""
+    """One slot of one bucket: runs of elements, each a chunk of its source, in order of place.
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self.segments = sorted(segments, key=lambda segment: segment.start)
+    `start`, `stop` and `chunk` are columns with a row per run.
+    """
+
+    def __init__(self, source: Source, start: Ints, num_elements: Ints, chunk: Ints) -> None:
+        order = np.argsort(start, kind="stable")
+        self.source = source
+        self.start, self.chunk = start[order], chunk[order]
+        self.stop = self.start + num_elements[order]
 
     @cached_property
-    def starts(self) -> list[int]:
-        """Where segments begin, in elements."""
-        return [segment.start for segment in self.segments]
+    def _rows(self) -> tuple[list[int], list[int], list[int]]:
+        return self.start.tolist(), self.stop.tolist(), self.chunk.tolist()
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[Segment, int, int]]:
         """Yields the segments that hold elements `start` to `stop`, and which elements of the buffer they hold."""
-        first = max(0, bisect_right(self.starts, start) - 1)
-        for number in range(first, len(self.segments)):
-            segment = self.segments[number]
-            if segment.start >= stop:
+        starts, stops, chunks = self._rows
+        for row in range(max(0, bisect_right(starts, start) - 1), len(starts)):
+            if starts[row] >= stop:
                 return
-            low, high = max(start, segment.start), min(stop, segment.start + segment.num_elements)
+            low, high = max(start, starts[row]), min(stop, stops[row])
             if low < high:
-                yield segment, low, high
+                yield Segment(starts[row], stops[row] - starts[row], self.source, chunks[row]), low, high
+
+    def single(self, start: Ints, stop: Ints) -> tuple[Mask, Ints]:
+        """Returns of elements `start` to `stop`, columns both, which lie in one segment alone, and its row."""
+        row = np.searchsorted(self.start, start, side="right") - 1
+        edges = np.append(self.start, np.iinfo(np.int64).max)
+        inside = (row >= 0) & (stop > start) & (edges[row + 1] >= stop)
+        inside[inside] = self.stop[row[inside]] >= stop[inside]
+        return inside, row
 
 
 class PartsOf:
@@ -185,6 +202,45 @@ def _every_part(shape: tuple[int, ...], blocks: Sequence[Block]) -> list[Part]:
     ]
 
 
+def add_slots(
+    collector: Collector, slots: Sequence[Slot], buffer: Buffer, key_of: Callable[[str], TensorKey], original: str
+) -> list[Slot]:
+    """Files the parameters that are part of one tensor and lie in one segment, as nearly all do, all at once.
+
+    Returns the other slots.
+    """
+    start = np.array([slot.start for slot in slots], np.int64)
+    inside, row = buffer.single(start, np.array([slot.stop for slot in slots], np.int64))
+    chunk, first = buffer.chunk[row], start - buffer.start[row]
+    left: list[Slot] = []
+    alike: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    for number, (slot, alone) in enumerate(zip(slots, inside.tolist(), strict=True)):
+        local = slot.local
+        if alone and len(local.targets) == 1:
+            alike.setdefault((local.targets[0].fqn, local.shape, local.copy), []).append(number)
+        else:
+            left.append(slot)
+    for (fqn, shape, copy), numbers in alike.items():
+        targets = [slots[number].local.targets[0] for number in numbers]
+        blocks = [block for target in targets for block in target.blocks]
+        times = np.repeat(numbers, [len(target.blocks) for target in targets])
+        strides, ndim = np.array(row_major_strides(shape), np.int64), len(shape)
+        source, offsets, sizes = (
+            np.array(boxes, np.int64).reshape(-1, ndim)
+            for boxes in (
+                [block.source for block in blocks],
+                [block.target for block in blocks],
+                [block.sizes for block in blocks],
+            )
+        )
+        pieces = Pieces(
+            Tiling(offsets, sizes), chunk[times], first[times] + source @ strides, np.tile(strides, (len(blocks), 1))
+        )
+        dtype = buffer.source.dtype
+        collector.add_pieces(key_of(fqn), original, targets[0].shape, dtype, copy, buffer.source, pieces)
+    return left
+
+
 def add_slot(
     collector: Collector,
     slot: Slot,
@@ -206,7 +262,7 @@ def add_slot(
                 slot.local.copy,
                 segment.source,
                 segment.chunk,
-                segment.at + low - segment.start,
+                low - segment.start,
                 strides,
                 parts(number, low - slot.start, high - low),
             )

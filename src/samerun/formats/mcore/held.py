@@ -8,7 +8,7 @@ tensor-parallel rank keeps in its own flat buffer) become one tensor and replica
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +73,22 @@ class Replica:
     held: Held
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Pieces of a tensor in one source, as columns: see `Held`."""
+
+    tiling: Tiling
+    chunk: Ints
+    start: Ints
+    strides: Ints
+
+
 @dataclass(slots=True)
 class _Copy:
-    boxes: list[Part]
-    sources: list[tuple[int, int, int]]
-    strides: list[tuple[int, ...]]
+    boxes: list[Part] = field(default_factory=list[Part])
+    sources: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    strides: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    pieces: list[tuple[int, Pieces]] = field(default_factory=list[tuple[int, Pieces]])
 
 
 @dataclass(slots=True)
@@ -121,21 +132,52 @@ class Collector:
         parts: Iterable[Part],
     ) -> None:
         """Adds parts whose values begin, each at its own `start`, after element `start` of a source."""
+        opened = self._open(key, original, shape, dtype, copy, source)
+        if opened is None:
+            return
+        mine, number = opened
+        for part in parts:
+            mine.boxes.append(part)
+            mine.sources.append((number, chunk, start + part.start))
+            mine.strides.append(strides)
+
+    def add_pieces(
+        self,
+        key: TensorKey,
+        original: str,
+        shape: tuple[int, ...],
+        dtype: DType,
+        copy: tuple[int, ...],
+        source: Source,
+        pieces: Pieces,
+    ) -> None:
+        """Adds many parts of one source."""
+        opened = self._open(key, original, shape, dtype, copy, source)
+        if opened is not None:
+            mine, number = opened
+            mine.pieces.append((number, pieces))
+
+    def _open(
+        self,
+        key: TensorKey,
+        original: str,
+        shape: tuple[int, ...],
+        dtype: DType,
+        copy: tuple[int, ...],
+        source: Source,
+    ) -> tuple[_Copy, int] | None:
+        """Returns the parts of a copy and the number of a source; None if the tensor is another elsewhere."""
         text = str(key)
         held = self._found.setdefault(text, _Collected(key, original, dtype, shape, {}, {}, []))
         if (held.dtype, held.shape) != (dtype, shape):
             if not any(problem.where.get("tensor") == text for problem in self.problems):
                 self.problems.append(_differs(text, held, dtype, shape))
-            return
+            return None
         number = held.sources.get(id(source))
         if number is None:
             number = held.sources[id(source)] = len(held.kept)
             held.kept.append(source)
-        mine = held.copies.setdefault(copy, _Copy([], [], []))
-        for part in parts:
-            mine.boxes.append(part)
-            mine.sources.append((number, chunk, start + part.start))
-            mine.strides.append(strides)
+        return held.copies.setdefault(copy, _Copy()), number
 
     def finish(
         self, alike: Callable[[TensorKey], Iterable[tuple[TensorKey, Mapping[int, StoredTensor]]]] = lambda key: ()
@@ -168,13 +210,21 @@ class Collector:
 
 def _columns(found: _Collected, copy: _Copy) -> Held:
     ndim, count = len(found.shape), len(copy.boxes)
-    tiling = Tiling(
-        np.array([part.offsets for part in copy.boxes], np.int64).reshape(count, ndim),
-        np.array([part.sizes for part in copy.boxes], np.int64).reshape(count, ndim),
-    )
+    offsets = [np.array([part.offsets for part in copy.boxes], np.int64).reshape(count, ndim)]
+    sizes = [np.array([part.sizes for part in copy.boxes], np.int64).reshape(count, ndim)]
     where = np.array(copy.sources, np.int64).reshape(count, 3)
-    strides = np.array(copy.strides, np.int64).reshape(count, ndim)
-    return Held(tiling, tuple(found.kept), where[:, 0], where[:, 1], where[:, 2], strides)
+    strides = [np.array(copy.strides, np.int64).reshape(count, ndim)]
+    source, chunk, start = [where[:, 0]], [where[:, 1]], [where[:, 2]]
+    for number, pieces in copy.pieces:
+        offsets.append(pieces.tiling.offsets)
+        sizes.append(pieces.tiling.sizes)
+        source.append(np.full(len(pieces.tiling), number, np.int64))
+        chunk.append(pieces.chunk)
+        start.append(pieces.start)
+        strides.append(pieces.strides)
+    tiling = Tiling(np.concatenate(offsets), np.concatenate(sizes))
+    columns = (np.concatenate(parts) for parts in (source, chunk, start, strides))
+    return Held(tiling, tuple(found.kept), *columns)
 
 
 def _num_elements(held: Held) -> int:

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 from samerun.formats.base import Extent
-from samerun.formats.mcore.flat import Buffer, Local, Segment, Slot, default_bucket_size, plan_buckets, plan_slots
+from samerun.formats.mcore.flat import Buffer, Local, Slot, default_bucket_size, plan_buckets, plan_slots
 from samerun.formats.mcore.run import Run
 from samerun.formats.torchfile import Archive, TensorRef
 
@@ -94,4 +96,4 @@ def plan_joined(params: Sequence[Local], run: Run, pp: int, chunk: int, num_elem
 def buffers_of(joined: JoinedBuffer) -> Iterator[tuple[str, Buffer]]:
     """Yields every slot as a buffer of one segment."""
     for slot, extent in joined.slots.items():
-        yield slot, Buffer([Segment(0, extent.shape[0], extent)])
+        yield slot, Buffer(extent, np.array([0]), np.array([extent.shape[0]]), np.array([0]))

@@ -37,6 +37,15 @@ def registration_key(name: str) -> tuple[tuple[int, int, str], ...]:
     >>> sorted(names, key=registration_key)[0]
     'decoder.layers.1.mlp.router.weight'
     """
+    head, _, rest = name.partition(".layers.")
+    number, dot, inner = rest.partition(".")
+    if not number.isdigit() or not dot:
+        return _components_key(name)
+    return (*_components_key(f"{head}.layers"), (0, int(number), ""), *_components_key(inner))
+
+
+@lru_cache(maxsize=4_096)
+def _components_key(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple(_component_key(part) for part in name.split("."))
 
 

@@ -69,7 +69,6 @@ class Planner:
     models: Sequence[ModelTensor]
     stages: Mapping[tuple[int, int], range]
     _stored: dict[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
-    _pieces: dict[str, dict[tuple[int, ...], int]] = field(default_factory=dict[str, dict[tuple[int, ...], int]])
 
     def __post_init__(self) -> None:
         self._stored.update((model.name, model.stored) for model in self.models)
@@ -150,7 +149,7 @@ class Planner:
             return None
         if weights is None or held is None or run is None or run[1] != slot.start:
             return None
-        at = run[0].at + run[1] - run[0].start
+        at = run[1] - run[0].start
         count = min(len(weights), run[2] - run[1], _SAMPLED_ELEMENTS)
         with np.errstate(all="ignore"):
             rounded = held[at : at + count].astype(weights.dtype)
@@ -167,20 +166,22 @@ class Planner:
         tensor = self._stored.get(target.fqn)
         if tensor is None or not target.blocks:
             return None
-        known = self._pieces.get(tensor.name)
-        if known is None:
-            known = {tuple(row): piece for piece, row in enumerate(tensor.tiling.offsets.tolist())}
-            self._pieces[tensor.name] = known
-        piece = known.get(target.blocks[0].target)
-        if piece is None:
+        here = np.flatnonzero((tensor.tiling.offsets == target.blocks[0].target).all(axis=1))
+        if not len(here):
             return None
+        piece = int(here[-1])
         view = self.source.items.view(tensor, piece)
         row = view.reshape(-1, view.shape[-1])[0] if view.ndim else view.reshape(-1)
         return np.ascontiguousarray(row[:_SAMPLED_ELEMENTS])
 
 
 def _begins_with_segments(plan: Plan, masters: Mapping[tuple[int, int], Buffer]) -> bool:
-    starts = {place: set(buffer.starts) for place, buffer in masters.items()}
-    return all(
-        slot.start in starts.get((number, slot.bucket), ()) for number, slots in plan.slots.items() for slot in slots
-    )
+    for number, slots in plan.slots.items():
+        starts: dict[int, list[int]] = {}
+        for slot in slots:
+            starts.setdefault(slot.bucket, []).append(slot.start)
+        for bucket, wanted in starts.items():
+            buffer = masters.get((number, bucket))
+            if buffer is None or not np.isin(wanted, buffer.start).all():
+                return False
+    return True

@@ -152,8 +152,9 @@ def locals_of(
         if blocks is None:
             return None
         copy = (place.tp,) if len(tensor.cut) == 1 and degree > 1 else (0,)
+        shape = _Shape(tensor, blocks, copy, tensor.num_stacked)
         for name, stack in _cells(tensor, run, layers, place):
-            _add(found, tensor, name, stack, blocks, copy)
+            shape.add(found, name, stack)
     if not expert:
         _add_shared_embedding(found, tensors, run, place)
     return list(found.values())
@@ -161,9 +162,10 @@ def locals_of(
 
 def _cells(tensor: ModelTensor, run: Run, layers: range, place: Place) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields the registered name and the place in the stack of every parameter that a rank has of a tensor."""
+    is_expert = tensor.is_expert
     for layer, name in _layer_cells(tensor, run, layers, place):
         prefix = (layer,) if tensor.by_layer else ()
-        if not tensor.is_expert:
+        if not is_expert:
             yield name, prefix
         elif tensor.by_expert:
             total = tensor.stored.shape[len(prefix)]
@@ -197,25 +199,25 @@ def _layer_cells(tensor: ModelTensor, run: Run, layers: range, place: Place) -> 
         yield 0, name
 
 
-def _add(
-    found: dict[str, Local],
-    tensor: ModelTensor,
-    name: str,
-    stack: tuple[int, ...],
-    blocks: Sequence[Block],
-    copy: tuple[int, ...],
-) -> None:
-    half = next((half for half in _HALVES if name.endswith(half)), None)
-    ones = (1,) * len(stack)
-    shape = _joined(blocks)
-    moved = tuple(
-        Block((*(0,) * len(stack), *block.source), (*stack, *block.target), (*ones, *block.sizes)) for block in blocks
-    )
-    target = Target(tensor.name, tensor.stored.shape, moved)
-    joined = name[: -len("_w")] if half else name
-    known = found.get(joined)
-    local = Local(joined, (*ones, *shape), (target,), tensor.stored.dtype.name, copy)
-    found[joined] = _merge(known, local, second=half is not None and half.endswith("_v")) if known else local
+class _Shape:
+    """What all parameters of a stored tensor have in common on a rank: their blocks, their shape, and whose half."""
+
+    def __init__(self, tensor: ModelTensor, blocks: Sequence[Block], copy: tuple[int, ...], num_stacked: int) -> None:
+        ones, zeros = (1,) * num_stacked, (0,) * num_stacked
+        self.tensor, self.copy = tensor, copy
+        self.blocks = [((*zeros, *b.source), b.target, (*ones, *b.sizes)) for b in blocks]
+        self.shape = (*ones, *_joined(blocks))
+
+    def add(self, found: dict[str, Local], name: str, stack: tuple[int, ...]) -> None:
+        """Adds the parameter of this name, that of one place in the stack, to those of a rank."""
+        stored = self.tensor.stored
+        moved = tuple(Block(source, (*stack, *target), sizes) for source, target, sizes in self.blocks)
+        target = Target(stored.name, stored.shape, moved)
+        half = name.endswith(_HALVES)
+        joined = name[: -len("_w")] if half else name
+        known = found.get(joined)
+        local = Local(joined, self.shape, (target,), stored.dtype.name, self.copy)
+        found[joined] = _merge(known, local, second=half and name.endswith("_v")) if known else local
 
 
 def _joined(blocks: Sequence[Block]) -> tuple[int, ...]:
@@ -250,7 +252,7 @@ def _add_shared_embedding(found: dict[str, Local], tensors: Sequence[ModelTensor
         embedding = next((tensor for tensor in tensors if tensor.name == _EMBEDDING), None)
         blocks = embedding.part(place.tp, run.tp) if embedding else None
         if embedding and blocks:
-            _add(found, embedding, "output_layer.weight", (), blocks, (1,))
+            _Shape(embedding, blocks, (1,), 0).add(found, "output_layer.weight", ())
             held = found["output_layer.weight"]
             found["output_layer.weight"] = Local(
                 held.name, held.shape, held.targets, held.dtype, held.copy, own_bucket=True
@@ -259,4 +261,8 @@ def _add_shared_embedding(found: dict[str, Local], tensors: Sequence[ModelTensor
 
 def rename_local(params: Sequence[Local]) -> list[Local]:
     """Returns the same parameters under the names of the local layer specification."""
-    return [Local(local_name(p.name), p.shape, p.targets, p.dtype, p.copy, own_bucket=p.own_bucket) for p in params]
+    named = ((p, local_name(p.name)) for p in params)
+    return [
+        p if name == p.name else Local(name, p.shape, p.targets, p.dtype, p.copy, own_bucket=p.own_bucket)
+        for p, name in named
+    ]

@@ -23,7 +23,7 @@ from samerun.core.flat import Block, row_major_strides, run_parts
 from samerun.core.state import Role, TensorKey
 from samerun.errors import FormatError, Problem
 from samerun.formats.dcpfile.index import NOWHERE, StoredTensor
-from samerun.formats.mcore.flat import Buffer, Local, PartsOf, Segment, Slot, add_slot, plan_slots
+from samerun.formats.mcore.flat import Buffer, Local, PartsOf, Slot, add_slot, add_slots, plan_slots
 from samerun.formats.mcore.groups import is_number, saved_groups
 from samerun.formats.mcore.held import Collector
 from samerun.formats.mcore.joined import JoinedBuffer, buffers_of, plan_joined, read_joined
@@ -203,7 +203,7 @@ def _add_buckets(
             return
         lengths[number].append(max(tensor.shape[0] if len(tensor.shape) == 1 else 0 for tensor in slots.values()))
     flat = {
-        (place, slot): Buffer(_segments(tensor))
+        (place, slot): _buffer(tensor)
         for place, slots in buckets.items()
         for slot, tensor in slots.items()
         if slot not in state.alike
@@ -212,12 +212,21 @@ def _add_buckets(
     plan = planner.plan(owner, lengths, masters, _in_buckets, aligned=True) if owner else None
     if not _accept(planner.source, state, plan, owner, group):
         return
-    for slot, number in _each(plan):
-        parts = PartsOf(slot.local)
-        for name, tensor in buckets[number, slot.bucket].items():
-            if name in state.alike:
-                continue
-            add_slot(collector, slot, flat[(number, slot.bucket), name], _key_of(name), tensor.name, parts)
+    for number, slots in plan.slots.items() if plan else ():
+        by_bucket: dict[int, list[Slot]] = {}
+        for slot in slots:
+            by_bucket.setdefault(slot.bucket, []).append(slot)
+        for bucket, held in by_bucket.items():
+            stored = {name: tensor for name, tensor in buckets[number, bucket].items() if name not in state.alike}
+            left: dict[str, list[Slot]] = {}
+            for name, tensor in stored.items():
+                buffer = flat[(number, bucket), name]
+                left[name] = add_slots(collector, held, buffer, _key_of(name), tensor.name)
+            known = {id(slot): PartsOf(slot.local) for others in left.values() for slot in others}
+            for name, others in left.items():
+                for slot in others:
+                    parts, buffer = known[id(slot)], flat[(number, bucket), name]
+                    add_slot(collector, slot, buffer, _key_of(name), stored[name].name, parts)
 
 
 def _each(plan: Plan | None) -> list[tuple[Slot, int]]:
@@ -232,13 +241,10 @@ def _in_buckets(params: Sequence[Local], pp: int, chunk: int, lengths: Sequence[
     return plan_slots(params, lengths)
 
 
-def _segments(tensor: StoredTensor) -> list[Segment]:
-    starts, sizes = tensor.tiling.offsets.reshape(-1).tolist(), tensor.tiling.sizes.reshape(-1).tolist()
-    return [
-        Segment(start, size, tensor, piece)
-        for piece, (start, size, row) in enumerate(zip(starts, sizes, tensor.rows.tolist(), strict=True))
-        if row != NOWHERE
-    ]
+def _buffer(tensor: StoredTensor) -> Buffer:
+    placed = np.flatnonzero(tensor.rows != NOWHERE)
+    tiling = tensor.tiling
+    return Buffer(tensor, tiling.offsets.reshape(-1)[placed], tiling.sizes.reshape(-1)[placed], placed)
 
 
 def _add_joined(
