@@ -16,6 +16,7 @@ from samerun.core.state import Role
 from samerun.formats.base import Checkpoint
 from samerun.formats.mcore.held import HeldCheckpoint
 from support.corpus import _TYPES
+from support.packed import packed_in, unpack
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "megatron"
 _SLOT = re.compile(r"optimizer\.state\.(fp32_param|exp_avg|exp_avg_sq)\.(.+)")
@@ -23,6 +24,17 @@ _FUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
+
+
+def golden() -> list[str]:
+    """Returns the names of the golden checkpoints, kept as directories or packed."""
+    return sorted([path.name for path in GOLDEN.iterdir() if (path / "truth.npz").exists()] + packed_in(GOLDEN))
+
+
+def golden_at(name: str, to: Path) -> Path:
+    """Returns the directory of a golden checkpoint; one that is packed is unpacked into `to`."""
+    packed = GOLDEN / f"{name}.tar.xz"
+    return unpack(packed, to) if packed.exists() else GOLDEN / name
 
 
 def read_tensors(path: Path) -> dict[str, np.ndarray]:
@@ -50,16 +62,21 @@ def unstack(name: str, value: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the tensors of single layers and experts, under the names of local layers, that a stack holds."""
     if ".layers." not in name:
         return {name: value}
+    numbered = re.search(r"\.layers\.\d", name) is not None  # layers that are not alike are not stacked
+    layers = (
+        {name: value}
+        if numbered
+        else {name.replace(".layers.", f".layers.{layer}."): value[layer] for layer in range(value.shape[0])}
+    )
     found: dict[str, np.ndarray] = {}
-    for layer in range(value.shape[0]):
-        single = name.replace(".layers.", f".layers.{layer}.")
+    for single, part in layers.items():
         for fused, own in _FUSED.items():
             single = single.replace(fused, own)
         if ".experts.experts." not in single:
-            found[single] = value[layer]
+            found[single] = part
             continue
-        for expert in range(value.shape[1]):
-            found[single.replace(".experts.experts.", f".experts.local_experts.{expert}.")] = value[layer, expert]
+        for expert in range(part.shape[0]):
+            found[single.replace(".experts.experts.", f".experts.local_experts.{expert}.")] = part[expert]
     return found
 
 
@@ -68,7 +85,9 @@ def differences(checkpoint: Checkpoint, truth: dict[str, np.ndarray], vocab: int
     wrong: list[str] = []
     expected: set[str] = set()
     for name, value in truth.items():
-        for key, part in unstack(key_of(name), value).items() if legacy else [(key_of(name), value)]:
+        for named, part in unstack(key_of(name), value).items() if legacy else [(key_of(name), value)]:
+            buffer = named.replace("param:", "buffer:", 1)
+            key = buffer if buffer in checkpoint.state.tensors else named
             expected.add(key)
             if key not in checkpoint.state.tensors:
                 wrong.append(f"{key} is missing")

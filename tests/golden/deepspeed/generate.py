@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 3 generate.py z2_align_rr OUT      # 2 to 4 ranks, see CASES
     python -m deepspeed.checkpoint.ds_to_universal --input_folder OUT/z3_bf16/global_step5 \\
         --output_folder OUT/universal_z3_bf16/uc
+    python generate.py pack OUT z3_still z3_pair      # beside this file; these two are kept packed
 
 Needs DeepSpeed, which nothing else here does: see PROVENANCE.md.
 """
@@ -23,6 +24,10 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 from torch.nn import functional
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from support.packed import pack
+
 BATCH, LENGTH = 2, 6
 WHOLE = {"stage3_param_persistence_threshold": 0}
 
@@ -38,6 +43,8 @@ CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     ),
     "z3_sub_bf16": (3, 3, {"sub_group_size": 100, **WHOLE}, {"bf16": {"enabled": True}}),
     "z3_bf16": (3, 3, WHOLE, {"bf16": {"enabled": True}}),
+    "z3_still": (3, 3, WHOLE, {"bf16": {"enabled": True}}),
+    "z3_pair": (2, 3, WHOLE, {"bf16": {"enabled": True}}),
     "pp2dp2bf16": (4, 1, {}, {"bf16": {"enabled": True}}),
     "moe4": (4, 2, {}, {"bf16": {"enabled": True}}),
     "tp2dp2": (4, 1, {}, {"bf16": {"enabled": True}}),
@@ -48,8 +55,9 @@ UPDATES = dict.fromkeys(CASES, 3) | {"z3_bf16": 5}
 class Plain(nn.Module):
     """Everything that breaks resumes: uneven sizes, a scalar, frozen and unused parameters, buffers, a gated MLP."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, still: bool = False) -> None:
         super().__init__()
+        self.still = still  # every rank keeps the same buffers
         self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
         self.scale = nn.Parameter(torch.tensor([0.7]))
         self.register_buffer("mean", torch.zeros(5))
@@ -63,7 +71,7 @@ class Plain(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.emb(ids)
-        if self.training:
+        if self.training and not self.still:
             self.mean.mul_(0.9).add_(hidden.detach().float().mean((0, 1)) * 0.1)
             self.calls += 1
         hidden = hidden + self.down(functional.silu(self.gate(hidden)) * self.up(hidden))
@@ -203,7 +211,7 @@ def same_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def train_plain(case: str, ranks: int, rank: int) -> Any:
-    model = Plain()
+    model = Plain(still=case in ("z3_still", "z3_pair"))
     optimizer = torch.optim.AdamW(two_groups(model, 0.1), betas=(0.9, 0.95))
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -330,5 +338,16 @@ def main(case: str, out: Path) -> None:
     dist.destroy_process_group()
 
 
+def pack_case(folder: Path) -> None:
+    """Packs what a case wrote, without DeepSpeed's own script in it."""
+    for script in folder.glob("*.py"):
+        script.unlink()
+    pack(folder, Path(__file__).parent / f"{folder.name}.tar.xz")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    if sys.argv[1] == "pack":
+        for name in sys.argv[3:]:
+            pack_case(Path(sys.argv[2]) / name)
+    else:
+        main(sys.argv[1], Path(sys.argv[2]))

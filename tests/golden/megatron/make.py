@@ -1,17 +1,21 @@
 """Writes small checkpoints with the real megatron.core on CPU, and the full state of the live run beside each.
 
     pip install torch==2.13.0 && pip install megatron-core==0.16.1 numpy safetensors psutil pyyaml six regex pydantic
-    python tests/golden/megatron/make.py OUT [CASE...]
+    python tests/golden/megatron/make.py OUT [CASE...]            # cases.py says which there are
+    python tests/golden/megatron/make.py OUT --pack CASE...       # and puts them, packed, beside this file
 
-Ranks are forked from one process and talk over gloo. Gradients are random numbers that depend on a parameter's name and
-place, the same on every data-parallel rank; the optimizer, buckets, sharding and saving are megatron.core's own.
-`truth.npz` is put together from what every rank holds in memory, never from the checkpoint.
+A case that names a release (`release`) is for that one: 0.13.0, or 0.19.2, which wants a newer Python by its metadata
+only (`pip install --no-deps --ignore-requires-python`). Ranks are forked from one process and talk over gloo. Gradients
+are random numbers that depend on a parameter's name and place, the same on every data-parallel rank; the optimizer,
+buffers, buckets, sharding and saving are megatron.core's own. `truth.npz` is put together from what every rank holds in
+memory, never from the checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -23,30 +27,16 @@ os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
 import numpy as np
 import torch
 import torch.distributed as dist
+from cases import CASES, full_case
+from fused import use_fused_adam
 from torch.overrides import TorchFunctionMode
 
-SMALL = dict(layers=2, hidden=12, heads=4, groups=2, kv=3, ffn=10, vocab=29, divisor=4, experts=0)
-CASES = {
-    "fr_tp2pp2": dict(tp=2, pp=2, world=4, encoding="fully_reshardable", layers=4),
-    "dpr_tp2pp2": dict(tp=2, pp=2, world=4, encoding="dp_reshardable", layers=4),
-    "dpr_dp3": dict(world=3, encoding="dp_reshardable", bias=True, norm="LayerNorm"),
-    "dpr_buckets_dp2": dict(world=2, encoding="dp_reshardable", bucket=700, layers=3),
-    "dpr_tied_pp2_dp2": dict(pp=2, world=4, encoding="dp_reshardable", tied=True, layers=3, first=1),
-    "dpr_vpp_pp2": dict(pp=2, vpp=2, world=2, encoding="dp_reshardable", layers=4),
-    "fr_moe_tp2ep2": dict(tp=2, ep=2, world=4, encoding="fully_reshardable", experts=4),
-    "dpr_moe_tp2ep2": dict(tp=2, ep=2, world=4, encoding="dp_reshardable", experts=4),
-    "dpr_moe_ep2_etp1": dict(tp=2, ep=2, etp=1, world=4, encoding="dp_reshardable", experts=6, expert_bias=True),
-    "dpzero_tp2dp2": dict(tp=2, world=4, encoding="dp_zero_gather_scatter"),
-    "plain_tp2pp2": dict(tp=2, pp=2, world=4, encoding=None, layers=4),
-    "singleton_dpr_tp2": dict(tp=2, world=2, encoding="dp_reshardable", singleton=True),
-    "fp32_fr_tp2": dict(tp=2, world=2, encoding="fully_reshardable", fp32=True),
-    "lg_dist_tp2pp2": dict(tp=2, pp=2, world=4, encoding="legacy", layers=4),
-    "lg_dist_tied_pp2_dp2": dict(pp=2, world=4, encoding="legacy", tied=True, layers=3, first=1, bias=True),
-    "lg_moe_tp2ep2": dict(tp=2, ep=2, world=4, encoding="legacy", experts=4),
-    "lg_moe_tp2pp2ep2": dict(tp=2, pp=2, ep=2, world=8, encoding="legacy", experts=4, layers=4),
-    "lg_plain_tp2pp2": dict(tp=2, pp=2, world=4, encoding="legacy-plain", layers=4),
-    "lg_buckets_dp2": dict(world=2, encoding="legacy", bucket=700, layers=3),
-}
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from support.packed import pack
+
+HERE = Path(__file__).parent
+SETTINGS = ("lr", "betas", "eps", "weight_decay", "wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
 class OnCpu(TorchFunctionMode):
@@ -69,6 +59,7 @@ def stub_cuda() -> None:
     torch.cuda.synchronize = lambda *a, **k: None
     torch.cuda.set_device = lambda *a, **k: None
     torch.cuda.manual_seed = lambda *a, **k: None
+    np.product = np.prod  # what 0.13 calls it
 
 
 def bare(chunk):
@@ -86,7 +77,7 @@ def build(case: dict, rank: int):
     from megatron.core import parallel_state as mpu
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
@@ -107,8 +98,8 @@ def build(case: dict, rank: int):
         num_query_groups=case["groups"],
         kv_channels=case["kv"],
         ffn_hidden_size=case["ffn"],
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=case["gated"],
+        activation_func=torch.nn.functional.silu if case["gated"] else torch.nn.functional.gelu,
         add_bias_linear=case["bias"],
         normalization=case["norm"],
         use_cpu_initialization=True,
@@ -121,9 +112,14 @@ def build(case: dict, rank: int):
         expert_model_parallel_size=case["ep"],
         expert_tensor_parallel_size=case["etp"] or case["tp"],
         num_moe_experts=case["experts"] or None,
+        moe_layer_freq=case["freq"] or 1,
+        moe_ffn_hidden_size=case["ffn"] if case["experts"] else None,
+        moe_shared_expert_intermediate_size=case["shared"],
+        qk_layernorm=case["qk_norm"],
         moe_router_enable_expert_bias=case["expert_bias"],
         moe_router_score_function="sigmoid" if case["expert_bias"] else "softmax",
         num_layers_in_first_pipeline_stage=case["first"],
+        num_layers_in_last_pipeline_stage=case["last"],
         sequence_parallel=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -131,7 +127,11 @@ def build(case: dict, rank: int):
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
     )
-    spec = get_gpt_layer_local_spec(num_experts=case["experts"] or None, normalization=case["norm"])
+    spec = get_gpt_layer_local_spec(
+        num_experts=case["experts"] or None, qk_layernorm=case["qk_norm"], normalization=case["norm"]
+    )
+    if case["freq"]:  # layers that are not alike
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=case["norm"])
     multiple = case["divisor"] * case["tp"]
     padded = -(-case["vocab"] // multiple) * multiple
     ddp = DistributedDataParallelConfig(
@@ -160,7 +160,7 @@ def build(case: dict, rank: int):
             first,
             last,
             share_embeddings_and_output_weights=case["tied"],
-            position_embedding_type="rope",
+            position_embedding_type=case["positions"],
             parallel_output=True,
             vp_stage=chunk if case["vpp"] else None,
         )
@@ -292,6 +292,7 @@ def arguments(case: dict, padded: int, rank: int) -> argparse.Namespace:
         pipeline_model_parallel_size=case["pp"],
         virtual_pipeline_model_parallel_size=case["vpp"],
         context_parallel_size=1,
+        moe_layer_freq=case["freq"] or 1,
         expert_model_parallel_size=case["ep"],
         expert_tensor_parallel_size=case["etp"] or case["tp"],
         data_parallel_size=world // (case["tp"] * case["pp"]),
@@ -302,13 +303,17 @@ def arguments(case: dict, padded: int, rank: int) -> argparse.Namespace:
         group_query_attention=True,
         kv_channels=case["kv"],
         ffn_hidden_size=case["ffn"],
-        swiglu=True,
+        swiglu=case["gated"],
+        position_embedding_type=case["positions"],
+        add_position_embedding=case["positions"] == "learned_absolute",
+        qk_layernorm=case["qk_norm"],
+        moe_shared_expert_intermediate_size=case["shared"],
         add_bias_linear=case["bias"],
         normalization=case["norm"],
         num_experts=case["experts"] or None,
         moe_router_enable_expert_bias=case["expert_bias"],
         decoder_first_pipeline_num_layers=case["first"],
-        decoder_last_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=case["last"],
         pipeline_model_parallel_layout=None,
         untie_embeddings_and_output_weights=not case["tied"],
         vocab_size=case["vocab"],
@@ -368,7 +373,7 @@ def save(case: dict, folder: Path, mpu, chunks, optimizer, model_state: dict, pa
     sharded = {key: model_state[key] for key in model_state}
     state["optimizer"] = optimizer.sharded_state_dict(sharded, metadata=metadata)
     strategy = FullyParallelSaveStrategyWrapper(
-        get_default_save_sharded_strategy("torch_dist", 1), mpu.get_data_parallel_group(with_context_parallel=True)
+        get_default_save_sharded_strategy("torch_dist"), mpu.get_data_parallel_group(with_context_parallel=True)
     )
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -396,6 +401,8 @@ def main(name: str, case: dict, out: Path, rank: int, port: int) -> None:
     )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=case["world"])
+    if case["fused"]:
+        use_fused_adam()
     with OnCpu():
         mpu, _, chunks, optimizer, padded = build(case, rank)
         for number in range(3):
@@ -411,7 +418,11 @@ def main(name: str, case: dict, out: Path, rank: int, port: int) -> None:
     dist.barrier()
     if rank == 0:
         (out / "latest_checkpointed_iteration.txt").write_text("3")
-        (out / "truth.json").write_text(json.dumps({"case": case, "padded_vocab": padded}, indent=1))
+        import megatron.core
+
+        groups = [{k: v for k, v in group.items() if k in SETTINGS} for group in optimizer.param_groups]
+        facts = {"case": case, "padded_vocab": padded, "written_by": megatron.core.__version__, "groups": groups}
+        (out / "truth.json").write_text(json.dumps(facts, indent=1))
 
 
 def merge(case: dict, out: Path) -> None:
@@ -430,25 +441,7 @@ def merge(case: dict, out: Path) -> None:
 
 
 def run(name: str, out: Path, port: int) -> None:
-    defaults = dict(
-        SMALL,
-        tp=1,
-        pp=1,
-        vpp=None,
-        ep=1,
-        etp=None,
-        bias=False,
-        norm="RMSNorm",
-        tied=False,
-        first=None,
-        bucket=None,
-        singleton=False,
-        fp32=False,
-        expert_bias=False,
-    )
-    case = {**defaults, **CASES[name]}
-    case["legacy"] = str(case["encoding"]).startswith("legacy")
-    case["sharded"] = case["encoding"] not in (None, "legacy-plain")
+    case = full_case(name)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     children = []
@@ -457,6 +450,8 @@ def run(name: str, out: Path, port: int) -> None:
         if pid == 0:
             try:
                 main(name, case, out, rank, port)
+                for writer in multiprocessing.active_children():  # megatron.core's, which would outlive the rank
+                    writer.terminate()
                 os._exit(0)
             except BaseException:
                 import traceback
@@ -469,12 +464,29 @@ def run(name: str, out: Path, port: int) -> None:
     merge(case, out)
 
 
+def pack_case(folder: Path) -> None:
+    """Packs what a case wrote. The truth is not compressed by itself: most of its bytes are the checkpoint's."""
+    with np.load(folder / "truth.npz") as arrays:
+        truth = dict(arrays)
+    np.savez(folder / "truth.npz", **truth)
+    pack(folder, HERE / f"{folder.name}.tar.xz")
+
+
 if __name__ == "__main__":
     stub_cuda()
-    out, names = Path(sys.argv[1]), sys.argv[2:] or list(CASES)
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.optimizer  # before ranks are forked, which takes seconds for each otherwise
+
+    release = megatron.core.__version__
+    words = [word for word in sys.argv[1:] if word != "--pack"]
+    out, names = Path(words[0]), words[1:] or [n for n in CASES if CASES[n].get("release", "0.16") in release]
     for number, name in enumerate(names):
+        assert CASES[name].get("release", release) in release, f"{name} is not for {release}"
         try:
-            run(name, out / name, 29_600 + number)
-            print(name, "written", flush=True)
+            run(name, out / name, 29_600 + os.getpid() % 1000 + number)
         except AssertionError as error:
             print(name, "FAILED", error, flush=True)
+            continue
+        if "--pack" in sys.argv:
+            pack_case(out / name)
+        print(name, "written", flush=True)
