@@ -39,8 +39,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from parts import AttentionOverParts, gather_parts, own_part
 from megatron.core.utils import get_model_config
+from parts import AttentionOverParts, gather_parts, own_part
 from torch import Tensor
 from torch.utils.data import DataLoader
 

@@ -169,15 +169,16 @@ def _require_place(dest: str | os.PathLike[str], *sources: Path) -> Path | Store
     return places[0]
 
 
-def load_writer(to: str) -> Writer:
-    """Returns the function that lays out a format.
+def load_writer(to: str, *, stage: int | None = None) -> Writer:
+    """Returns the function that lays out a format; `stage` is that of ZeRO, for `zero` only.
 
     Raises:
         UsageError: if there is no such format, or nothing writes it.
     """
     if to in WRITERS:
         try:
-            return importlib.import_module(f"samerun.formats.{to}.write").lay_out
+            lay_out = importlib.import_module(f"samerun.formats.{to}.write").lay_out
+            return lay_out if stage is None else partial(lay_out, stage=stage)
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith("samerun.formats"):
                 raise

@@ -294,7 +294,8 @@ class _Cells:
         layout, ranks = self.layout, self.layout.dp_shard * self.layout.cp
         if layout.ep > 1 and (experts := _experts_in(fqn)):
             flat = self.zero_stage is not None
-            return _cut_expert(experts, shape, layout, flat=flat, shared=not flat or self.zero_stage >= from_stage)
+            shared = self.zero_stage is None or self.zero_stage >= from_stage
+            return _cut_expert(experts, shape, layout, flat=flat, shared=shared)
         rows, rest = _cut_tp(shape, layout.tp)
         if self.zero_stage is None:
             return _Cut(rows, rest, ranks, np.arange(self.width) // layout.tp)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +270,7 @@ def run_convert(work: Work, plan: MigrationPlan) -> StageResult:
                 dtype=dtypes,
                 original=opened,
                 masters=wanted.masters,
-                writer=partial(load_writer("zero"), stage=stage) if wanted.to == "zero" and stage else None,
+                writer=load_writer("zero", stage=stage) if wanted.to == "zero" and stage else None,
             )
             done = carry_out(prepared)
         finally:

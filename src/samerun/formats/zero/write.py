@@ -69,7 +69,8 @@ def lay_out(source: WriteSource, layout: Layout | None = None, *, stage: int | N
     Args:
         source: the state.
         layout: ranks of the destination; those of the source where none is given. Its batch replicas share the
-        optimizer. stage: 1, 2 or 3; the source's own, or what fits it, where none is given.
+            optimizer.
+        stage: 1, 2 or 3; the source's own, or what fits it, where none is given.
     """
     state = source.state
     training = plan_training(source, layout, "zero")
