@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -27,22 +28,28 @@ from samerun.formats.detect import FORMATS, open_checkpoint  # noqa: E402
 from samerun.verify.structure import InspectReport, inspect_checkpoint  # noqa: E402
 from support.corpus import read_truth  # noqa: E402
 from support.megatron import key_of, read_tensors, unstack  # noqa: E402
+from support.packed import packed_in, unpack  # noqa: E402
 
 PAGE = TOP / "docs" / "formats" / "index.md"
 FAMILIES = ("torch", "deepspeed", "deepspeed-special", "deepspeed-universal", "megatron")
 GOLDEN = ("statedict", "deepspeed", "wrapped", "dcp", "megatron")
 VERSIONS = {
     "torch": "torch 2.13.0", "deepspeed": "DeepSpeed 0.19.8", "deepspeed-special": "DeepSpeed 0.19.8",
-    "deepspeed-universal": "DeepSpeed 0.19.8", "megatron": "Megatron 0.13.0 to 0.19.0", "statedict": "torch 2.13.0",
+    "deepspeed-universal": "DeepSpeed 0.19.8", "statedict": "torch 2.13.0",
     "wrapped": "DeepSpeed 0.19.8 in Accelerate 1.15.0 or transformers 5.24.0", "dcp": "torch 2.13.0",
 }  # fmt: skip
+RELEASES = {"td013": "0.13.0", "td016": "0.16.1", "lg016": "0.16.1", "td019": "0.19.0"}  # of the collection's Megatron
 # What cannot be written on a CPU with the releases at hand: read from the source's description, or not at all.
 UNVERIFIED = (
     ("zero", "fp16 optimizers (FP16_Optimizer, FusedAdam)", "SR-ZERO-UNVERIFIED"),
     ("zero", "DeepSpeed releases before 0.19", ""),
     ("universal", "fp16 sources", "SR-ZERO-UNVERIFIED"),
     ("dcp", "releases of torch before 2.13", ""),
-    ("megatron", "`fsdp_dtensor`, Transformer Engine's names, mcore that needs Python 3.12", "SR-MEG-UNVERIFIED"),
+    (
+        "megatron",
+        "`fsdp_dtensor`, Transformer Engine's names, grouped experts, context parallelism",
+        "SR-MEG-UNVERIFIED",
+    ),
     ("torch", "tensors of subclasses other than DTensor and ShardedTensor", "SR-PKL-UNKNOWN"),
     ("lightning", "FSDP and DeepSpeed strategies (they refuse a CPU)", ""),
 )
@@ -70,17 +77,20 @@ class Row:
 def main() -> int:
     """Writes the page and returns the exit code: 1 if a value differs from its truth."""
     rows = {row.checkpoint: row for row in old_rows()}
-    for name, path, truth in find_checkpoints():
-        rows[name] = read_row(name, path, truth)
-        print(f"{name}: {rows[name].equal_to_truth or rows[name].complete}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, path, truth in find_checkpoints(Path(scratch)):
+            rows[name] = read_row(name, path, truth)
+            print(f"{name}: {rows[name].equal_to_truth or rows[name].complete}", file=sys.stderr, flush=True)
     PAGE.write_text(page(sorted(rows.values(), key=lambda row: (row.format, row.checkpoint))), encoding="utf-8")
     return int(any("unexplained" in row.equal_to_truth for row in rows.values()))
 
 
-def find_checkpoints() -> Iterator[tuple[str, Path, Path]]:
-    """Yields (name, path, folder of the truth)."""
+def find_checkpoints(scratch: Path) -> Iterator[tuple[str, Path, Path]]:
+    """Yields (name, path, folder of the truth). What is kept packed is unpacked into `scratch`."""
     for family in GOLDEN:
-        for folder in sorted((TOP / "tests" / "golden" / family).iterdir()):
+        kept = TOP / "tests" / "golden" / family
+        unpacked = [unpack(kept / f"{name}.tar.xz", scratch / family) for name in packed_in(kept)]
+        for folder in sorted([*kept.iterdir(), *unpacked], key=lambda path: path.name):
             if folder.is_dir():
                 yield from _inside(f"golden/{family}/{folder.name}", folder)
     corpus = os.environ.get("SAMERUN_CORPUS")
@@ -115,19 +125,30 @@ def read_row(name: str, path: Path, truth: Path) -> Row:
     try:
         checkpoint = open_checkpoint(path)
     except (FormatError, UsageError) as error:
-        return Row("", name, VERSIONS[family], *[""] * 8, f"not read ({error.problems[0].code})", "")
-    state, report = checkpoint.state, inspect_checkpoint(checkpoint)
+        return Row("", name, written_by(family, truth), *[""] * 8, f"not read ({error.problems[0].code})", "")
+    state, told = checkpoint.state, compare(checkpoint, truth)
+    report = inspect_checkpoint(checkpoint, deep="differ" in told)
     slots = sorted({entry.key.slot or "" for entry in state.tensors.values() if entry.key.role is Role.OPTIM})
     params = [entry for entry in state.tensors.values() if entry.key.role in (Role.PARAM, Role.MASTER)]
     row = Row(
-        state.format, name, VERSIONS[family],
+        state.format, name, written_by(family, truth),
         str(state.topology.world_size or "") + ("*" if state.topology.inferred else ""),
         str(state.topology.layout or ""), str(len({entry.key.fqn for entry in params})), " ".join(slots),
         str(len(state.groups) or ""), "yes" if state.scheduler else "", str(len(state.rng) or ""), _progress(state),
-        "yes" if report.complete else "no", _with_reason(compare(checkpoint, truth), report),
+        "yes" if report.complete else "no", _with_reason(told, report),
     )  # fmt: skip
     checkpoint.close()
     return row
+
+
+def written_by(family: str, folder: Path) -> str:
+    """Returns what wrote a checkpoint, and its release."""
+    if family == "megatron" and (folder / "truth.json").is_file():
+        facts = json.loads((folder / "truth.json").read_text(encoding="utf-8"))
+        return f"Megatron {facts.get('written_by', '0.16.1')}"
+    if family == "megatron":
+        return f"Megatron {RELEASES[folder.name[:5]]}"
+    return "torchtitan 0.3.0" if folder.name.startswith("titan") else VERSIONS[family]
 
 
 def _with_reason(told: str, report: InspectReport) -> str:
@@ -146,8 +167,8 @@ def _progress(state: LogicalState) -> str:
 
 
 def compare(checkpoint: Checkpoint, folder: Path) -> str:
-    """Returns how many tensors of the truth are equal, bit for bit after the truth's own rounding to fp32."""
-    truth = read_full_truth(folder)
+    """Returns how many tensors of the truth are equal, bit for bit in the narrower of both types."""
+    truth = read_full_truth(folder, checkpoint.path.name)
     if not truth:
         return ""
     equal, absent, differing, shapeless = 0, 0, 0, 0
@@ -163,6 +184,7 @@ def compare(checkpoint: Checkpoint, folder: Path) -> str:
             absent += 1
             continue
         same = found.size == value.size
+        value = value.astype(found.dtype) if found.dtype.itemsize == 2 else value
         same = same and np.array_equal(found.astype(value.dtype).reshape(value.shape), value, equal_nan=True)
         equal, differing = equal + same, differing + (not same)
         shapeless += same and found.shape != value.shape and found.size > 1
@@ -181,13 +203,13 @@ def _by_name(state: LogicalState) -> dict[tuple[str, str], str]:
     return found
 
 
-def read_full_truth(folder: Path) -> list[tuple[list[tuple[str, str]], np.ndarray]]:
+def read_full_truth(folder: Path, inner: str) -> list[tuple[list[tuple[str, str]], np.ndarray]]:
     """Returns (names under which it may be filed, value) per tensor of the truth; nothing where it is kept per rank."""
     if "megatron" in folder.parts:
         return list(_megatron_truth(folder))
     if (folder / "truth.safetensors").is_file():
         return [(_torch_names(name), value) for name, value in read_truth(folder).items()]
-    for name in ("truth_step5.npz", "truth.npz"):
+    for name in ("truth_step5.npz", "truth.npz", f"truth{inner.removeprefix('step-')}.npz"):
         if (folder / name).is_file():
             with np.load(folder / name) as arrays:
                 return [(_npz_names(key), arrays[key]) for key in arrays.files if _npz_names(key)]
@@ -205,7 +227,7 @@ def _megatron_truth(folder: Path) -> Iterator[tuple[list[tuple[str, str]], np.nd
         for key, part in unstack(key_of(name), value).items() if legacy else [(key_of(name), value)]:
             padded = "word_embeddings" in key or "output_layer" in key
             role, _, fqn = key.partition(":")
-            yield [(role, fqn)], part[:rows] if padded else part
+            yield [(role, fqn), ("buffer", fqn)], part[:rows] if padded else part
 
 
 def _torch_names(name: str) -> list[tuple[str, str]]:
@@ -217,6 +239,8 @@ def _torch_names(name: str) -> list[tuple[str, str]]:
 
 
 def _npz_names(key: str) -> list[tuple[str, str]]:
+    if key.startswith(("model.", "optim.")):
+        return _torch_names(key)
     if ":" in key:
         role, _, fqn = key.partition(":")
         return [(role, fqn), *([("buffer", fqn)] if role == "param" else [("param", fqn)] if role == "buffer" else [])]

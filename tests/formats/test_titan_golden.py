@@ -20,6 +20,8 @@ from support.packed import packed_in, unpack
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dcp"
 CASES = {"titan_fsdp3": Layout(dp_shard=3), "titan_tp2_fsdp2": Layout(dp_shard=2, tp=2)}
+# Fused projections go by other names in the optimizer; some rank's file holds no counter where steps are on every rank.
+SAID = {"titan_fsdp3": {"SR-OPT-ORPHAN"}, "titan_tp2_fsdp2": {"SR-FILE-GENERATION-OPEN"}}
 FULL, LAST = 3, 5
 
 
@@ -61,10 +63,11 @@ def test_the_whole_state_equals_the_trainer_s(titan: Path) -> None:
     groups = [{**group.hyperparameters, "params": sorted(group.params)} for group in state.groups]
     assert len(groups) == len(facts["groups"])
     for held in facts["groups"]:
-        assert {**held, "params": sorted(held.pop("param_names"))} in groups
+        names = held.pop("param_names")
+        assert {**held, "params": sorted(names)} in groups
     report = inspect_checkpoint(checkpoint, deep=True)
     assert (report.complete, report.resumable.verdict, report.resumable.lack) == (True, "partial", ("rng",))
-    assert not [problem for problem in report.problems if problem.severity.value == "error"]
+    assert {problem.code for problem in report.problems} == {"SR-DATA-PERRANK", "SR-RNG-MISSING", *SAID[titan.name]}
 
 
 def test_weights_alone_are_those_of_the_last_update(titan: Path) -> None:
