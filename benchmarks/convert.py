@@ -210,7 +210,9 @@ def measure(work: Path, size: float, repeat: int, only: str, *, framework: bool)
         f"{'work':<20}{'samerun':>20} {'copied':>7} | {'cp':>12} {'cp, flushed':>14} | {'tool':>16} | "
         f"{'x cp':>11} {'x flushed':>11} {'x tool':>7} | load"
     )
-    units = f"{'CPU s  wall   MB':>20} {'CPU s':>7} | {'CPU s  wall':>12} {'CPU s  wall':>14} | {'CPU s  wall   MB':>16}"
+    units = (
+        f"{'CPU s  wall   MB':>20} {'CPU s':>7} | {'CPU s  wall':>12} {'CPU s  wall':>14} | {'CPU s  wall   MB':>16}"
+    )
     print(f"{head}\n{'':<20}{units} |")
     rows = [
         ("DCP -> torch.save", sharded, ["--to", "torch"], TORCH_SAVE),

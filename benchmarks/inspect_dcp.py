@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-
 Chunks = list[tuple[tuple[int, ...], tuple[int, ...], str, int]]  # offsets, sizes, file, offset in the file
 
 
@@ -54,9 +53,7 @@ def write_checkpoint(folder: Path, num_tensors: int, num_ranks: int) -> int:
     folder.mkdir(parents=True)
     names = (f"model.layers.{number}.weight" for number in range(num_tensors))
     shape = (3 * num_ranks, width)
-    write_metadata(
-        folder, ((name, shape, "float32", chunks(number)) for number, name in enumerate(names)), item_bytes
-    )
+    write_metadata(folder, ((name, shape, "float32", chunks(number)) for number, name in enumerate(names)), item_bytes)
     for rank in range(num_ranks):
         with (folder / f"__{rank}_0.distcp").open("wb") as file:
             file.truncate(num_tensors * item_bytes)
