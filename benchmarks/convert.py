@@ -4,9 +4,9 @@ python benchmarks/convert.py --size 1.4 --work /tmp/bench
 python benchmarks/convert.py --size 0.5 1 2 4 --work /tmp/bench --skip-framework
 
 Every row is a process of its own. `copied` is samerun without reading back: planned, compared with the source's
-checksums, copied and flushed, by its library; `x cp` gives it first, then the whole verb. CPU seconds are user and
-system time of that process and those it starts, memory is the peak of its anonymous pages (mapped files are the page
-cache's). All are run one after the other, `--repeat` times; the least of each counts. Ratios are of CPU time, to
+checksums, copied and flushed, by its library; ratios to `cp` give that first, then the whole verb. CPU seconds are user
+and system time of that process and those it starts, memory is the peak of its anonymous pages (mapped files are the
+page cache's). All are run one after the other, `--repeat` times; the least of each counts. Ratios are of CPU time, to
 `cp`, to `cp` followed by flushing to disk (which samerun does before it renames, and `cp` leaves to the kernel's
 threads), and to the framework's tool. What importing the framework alone costs is printed above.
 """

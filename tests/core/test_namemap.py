@@ -123,6 +123,47 @@ def test_steps_compose(layers: int, groups: int, per_group: int, width: int, tur
         assert found.tolist() == (expected.T if turned else expected).tolist()
 
 
+@settings(deadline=None)
+@given(st.integers(1, 3), st.integers(1, 4), st.lists(st.sampled_from("hpts"), max_size=4), st.data())
+def test_strided_steps_compose(heads: int, half: int, chain: list[str], data: st.DataObject) -> None:
+    """Halves of halves, pairs, transposes and cuts at any row: as many links as the steps need, the oracle's values."""
+    rows = 2 * half * heads
+    arrays = numbered((rows, 3))
+    shapes, links = [arrays[0].shape], [whole(arrays[0].shape)]
+    expected = arrays
+    for kind in chain:
+        if kind == "t":
+            step: Step = Transpose()
+            expected = [array.T for array in expected]
+        elif kind == "s":
+            step = Split(0, sizes=(cut := data.draw(st.integers(0, shapes[0][0])), shapes[0][0] - cut))
+            both, joined = Concat(0, sizes=(cut, shapes[0][0] - cut)), step.apply(shapes)
+            links, shapes, step = compose(links, joined[1]), joined[0], both
+        else:
+            if shapes[0][0] != rows:
+                continue
+            step = RotaryHalves((heads,)) if kind == "h" else RotaryPairs((heads,))
+            expected = [(halves if kind == "h" else pairs)(array, heads) for array in expected]
+        shapes, moved = step.apply(shapes)
+        links = compose(links, moved)
+    (found,) = follow(links, arrays, shapes)
+    assert found.tolist() == expected[0].tolist()
+    back = [link.reversed() for link in links]
+    assert follow(back, [found], [arrays[0].shape])[0].tolist() == arrays[0].tolist()
+
+
+def pairs(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Halves of a head as pairs of rows, by reshaping."""
+    half, tails = rows.shape[0] // heads // 2, rows.shape[1:]
+    return rows.reshape(heads, 2, half, *tails).swapaxes(1, 2).reshape(rows.shape)
+
+
+def test_a_head_is_two_links_however_wide_it_is() -> None:
+    for width in (4, 64, 1024):
+        _, links = RotaryHalves((8, 2, 0)).apply([(8 * width, 5), (2 * width, 5), (7, 5)])
+        assert len(links) == 2 * 8 + 2 * 2 + 1
+
+
 def _rest(link: Link) -> tuple[Any, ...]:
     return link.target, link.source_offsets, link.target_offsets, link.axes, link.sizes
 

@@ -195,6 +195,28 @@ def test_any_box_of_any_mapped_tensor(data: st.DataObject) -> None:
         np.testing.assert_array_equal(mapped.read(key), expected)
 
 
+@pytest.mark.parametrize("step", ["rotary-halves", "rotary-pairs"])
+@pytest.mark.parametrize("cut", [8, 3])
+def test_rows_of_heads_lie_where_it_says(step: str, cut: int, tmp_path: Path) -> None:
+    """Strided reads of the file, cut at the edge of a head and within one; few pieces where they can be few."""
+    tensor = torch.arange(80, dtype=torch.float32).reshape(16, 5)
+    torch.save({"model": {"a": tensor[:cut].clone(), "b": tensor[cut:].clone()}}, tmp_path / "model.pt")
+    join = {"from": ["a", "b"], "to": "q", "do": [{"concat": {"sizes": [cut, 16 - cut]}}, {step: {"heads": 2}}]}
+    mapped = MappedCheckpoint(
+        open_checkpoint(tmp_path / "model.pt"), parse_map({"samerun-map": 1, "rules": [join]}, {})
+    )
+    heads = (2, 4, 2, 5) if step == "rotary-halves" else (2, 2, 4, 5)
+    expected = tensor.numpy().reshape(heads).swapaxes(1, 2).reshape(16, 5)
+    tiling, files, found = mapped.state.tensors["param:q"].tiling, MappedFiles(), np.full((16, 5), np.nan)
+    for piece, (start, size) in enumerate(zip(tiling.offsets.tolist(), tiling.sizes.tolist(), strict=True)):
+        box = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
+        assert np.isnan(found[box]).all()
+        found[box] = view_extent(files, mapped.locate("param:q", piece))
+        np.testing.assert_array_equal(found[box], mapped.read_piece("param:q", piece))
+    np.testing.assert_array_equal(found, expected)
+    assert len(tiling) == (16 if step == "rotary-pairs" else 4 if cut == 8 else 6)
+
+
 def test_bytes_lie_where_it_says(tmp_path: Path) -> None:
     tensor = torch.arange(80, dtype=torch.bfloat16).reshape(16, 5)
     torch.save({"model": {"qkv": tensor, "other": torch.ones(3)}}, tmp_path / "model.pt")

@@ -90,8 +90,8 @@ def _left_out(state: LogicalState, kept: int, dropped: Mapping[str, str]) -> Pro
         "SR-CONVERT-WEIGHTS",
         f"{kept} parameters and buffers are written; left out are {tensors} other tensors{rest}",
         severity=Severity.WARNING,
-        hint="this is what --weights-only asked for. No run resumes from it; the proof names all that is left out. Of "
-        "the source, only what is written was compared with recorded checksums",
+        hint="this is what --weights-only asked for. No run resumes from it; the proof names all that is left out. "
+        "Of the source, only what is written was compared with recorded checksums",
     )
 
 
