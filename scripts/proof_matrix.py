@@ -5,6 +5,7 @@
     SAMERUN_CORPUS=... python scripts/proof_matrix.py megatron mapped-megatron      # where megatron-core is
     SAMERUN_CORPUS=... python scripts/proof_matrix.py torchtitan                    # where torchtitan is
     python scripts/proof_matrix.py huggingface more-huggingface                     # where transformers is
+    SAMERUN_CORPUS=... python scripts/proof_matrix.py llama from-megatron           # where all of them are
     python scripts/proof_matrix.py page
 
 `--missing` leaves out sources of which something is known already; `--only=TEXT` takes what has TEXT in its source, in
@@ -24,13 +25,14 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 TOP = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TOP / "src"), str(TOP / "tests"), str(TOP / "scripts")]
 
+import proof_llama  # noqa: E402
 import proof_more  # noqa: E402
 import proof_titan  # noqa: E402
 
@@ -73,7 +75,13 @@ def find_sources() -> Iterator[tuple[str, Path]]:
 
 
 def convert_all_allowed(
-    source: Path, dest: Path, to: str, *, masters: str | None = "params", names: str | None = None, **options: Any
+    source: Path,
+    dest: Path,
+    to: str,
+    *,
+    masters: str | None = "params",
+    names: str | Sequence[str] | None = None,
+    **options: Any,
 ) -> tuple[str, list[str]]:
     """Converts as a user would who allows whatever blocks; returns the source's format and the decisions' codes."""
     from samerun.convert.convert import carry_out
@@ -83,7 +91,9 @@ def convert_all_allowed(
 
     allowed: set[str] = set()
     checkpoint = open_checkpoint(source)
-    mapped = checkpoint if names is None else MappedCheckpoint(checkpoint, read_name_map(names, checkpoint.state))
+    mapped: Any = checkpoint
+    for name in (names,) if isinstance(names, str) else names or ():
+        mapped = MappedCheckpoint(mapped, read_name_map(name, mapped.state))
     try:
         while True:
             try:
@@ -386,10 +396,19 @@ def _counts(rows: list[dict[str, Any]]) -> str:
     return f"{total or ''} | {text} | {decisions}"
 
 
+def _missing(text: str) -> bool:
+    """Whether a source and its destination are wanted; with `--missing`, unless rows of it are equal already."""
+    source, _, to = text.rpartition(" ")
+    rows = [row for row in read_rows() if (row["source"], row["to"]) == (source, to)] if "--missing" in sys.argv else []
+    return proof_more.wanted(text) and not (rows and all(row.get("different") == [] for row in rows))
+
+
 PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "safetensors": lambda: proof_more.prove_exports(find_sources(), convert_all_allowed),
     "into-deepspeed": lambda: proof_more.prove_into_deepspeed(find_sources(), convert_all_allowed),
     "mapped-megatron": lambda: proof_more.prove_mapped_megatron(convert_all_allowed),
+    "llama": lambda: proof_llama.prove_llama(convert_all_allowed, _missing),
+    "from-megatron": lambda: proof_llama.prove_from_megatron(CORPUS or Path(), convert_all_allowed, _missing),
     "torchtitan": lambda: proof_titan.prove_with_torchtitan(find_sources(), convert_all_allowed),
     "more-huggingface": lambda: proof_more.prove_more_huggingface(convert_all_allowed),
     "dcp": lambda: prove_with_torch("dcp"),

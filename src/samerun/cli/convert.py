@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from samerun.core.dtype import DType
     from samerun.core.mesh import Layout
     from samerun.execute.engine import Progress, ProgressCallback
+    from samerun.formats.base import Checkpoint
 
 _FILES_SHOWN = 20
 
@@ -27,9 +28,17 @@ _FILES_SHOWN = 20
 @click.command(name="convert")
 @click.argument("src")
 @click.argument("dest")
-@click.option("--to", "to", required=True, metavar="FORMAT", help="dcp, torch, safetensors, universal, zero, ...")
+@click.option(
+    "--to",
+    "to",
+    required=True,
+    metavar="FORMAT",
+    help="dcp, torch, safetensors, universal, zero, megatron, huggingface.",
+)
 @click.option("--layout", metavar="L", help="The layout to write for, e.g. dp_shard=10.")
-@click.option("--map", "map_file", metavar="FILE", help="Names in SRC to names in DEST: a file or a map's name.")
+@click.option(
+    "--map", "maps", multiple=True, metavar="FILE", help="Names in SRC to names in DEST: a file or a map's name."
+)
 @click.option("--dtype", "dtypes", multiple=True, metavar="ROLE=DTYPE", help="Change a role's element type.")
 @click.option("--allow", multiple=True, metavar="CODE", help="Accept a finding that blocks.")
 @click.option("--memory-budget", default="48MiB", show_default=True, metavar="SIZE", help="For buffers.")
@@ -49,7 +58,7 @@ def command(
     dest: str,
     to: str,
     layout: str | None,
-    map_file: str | None,
+    maps: tuple[str, ...],
     dtypes: tuple[str, ...],
     allow: tuple[str, ...],
     memory_budget: str,
@@ -77,6 +86,7 @@ def command(
     samerun convert ckpt/step-1200 moved --to dcp
     samerun convert ds/global_step900 uni --to universal --dry-run
     samerun convert ds/global_step900 model.pt --to torch --weights-only
+    samerun convert meg/iter_0000100 moved --to zero --layout dp=8 --map megatron-to-llama
     """
     import os
     from contextlib import ExitStack
@@ -109,9 +119,11 @@ def command(
             meeting = stack.enter_context(meet(launch, Path(src), dest, cancel, rank_timeout, meeting_dir))
         checkpoint = open_checkpoint(src, format_name)
         stack.callback(checkpoint.close)
-        names = None if map_file is None else read_name_map(map_file, checkpoint.state)
+        mapped: Checkpoint = checkpoint
+        for name in maps:  # each takes the names that the one before gave
+            mapped = MappedCheckpoint(mapped, read_name_map(name, mapped.state))
         prepared = prepare(
-            checkpoint if names is None else MappedCheckpoint(checkpoint, names),
+            mapped,
             dest,
             to=to,
             layout=_parse_layout(layout, checkpoint.state.topology.layout),
