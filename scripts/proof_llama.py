@@ -18,7 +18,7 @@ Row = dict[str, Any]
 Convert = Callable[..., tuple[str, list[str]]]
 
 KINDS = (
-    "torch", "ranklocal", "dcp", "fsdp1", "lightning", "huggingface", "accelerate", "zero", "universal",
+    "torch", "ranklocal", "fsdp1", "lightning", "accelerate", "zero", "universal", "dcp", "huggingface",
 )  # fmt: skip
 RUNS = ("megatron/td016_fr_tp2pp2dp1", "megatron/lg016_dist_tp1pp1dp2")
 SHAPE = {

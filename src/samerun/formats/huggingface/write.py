@@ -176,11 +176,11 @@ class _Writer:
         return replace(self.state, objects=kept, data=data)
 
     def _scheduler(self, sections: dict[str, Any], carried: Carried) -> None:
-        found = sections.get(carried.scheduler) if carried.scheduler is not None else None
-        if not (isinstance(found, Mapping) and "last_epoch" in found):
-            self._position(found)
+        tree = sections.get(carried.scheduler or "")
+        if not (isinstance(tree, Mapping) and "last_epoch" in tree):
+            self._position(tree)
             return
-        tree = sections.pop(carried.scheduler)
+        del sections[carried.scheduler or ""]
         if isinstance(tree, dict) and "base_lrs" in tree and tree.keys() <= _BARE_SCHEDULER:
             tree = {**tree, "lr_lambdas": [None] * len(tree["base_lrs"])}
             self.dropped["scheduler.lr_lambdas"] = "written as empty, which is what the source's format made nothing of"
