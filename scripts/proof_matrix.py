@@ -5,6 +5,7 @@
     SAMERUN_CORPUS=... python scripts/proof_matrix.py megatron mapped-megatron      # where megatron-core is
     SAMERUN_CORPUS=... python scripts/proof_matrix.py torchtitan                    # where torchtitan is
     python scripts/proof_matrix.py huggingface more-huggingface                     # where transformers is
+    SAMERUN_CORPUS=... python scripts/proof_matrix.py llama from-megatron           # where all of them are
     python scripts/proof_matrix.py page
 
 `--missing` leaves out sources of which something is known already; `--only=TEXT` takes what has TEXT in its source, in
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ TOP = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TOP / "src"), str(TOP / "tests"), str(TOP / "scripts")]
 
 import proof_experts  # noqa: E402
+import proof_llama  # noqa: E402
 import proof_more  # noqa: E402
 import proof_titan  # noqa: E402
 
@@ -74,7 +76,13 @@ def find_sources() -> Iterator[tuple[str, Path]]:
 
 
 def convert_all_allowed(
-    source: Path, dest: Path, to: str, *, masters: str | None = "params", names: str | None = None, **options: Any
+    source: Path,
+    dest: Path,
+    to: str,
+    *,
+    masters: str | None = "params",
+    names: str | Sequence[str] | None = None,
+    **options: Any,
 ) -> tuple[str, list[str]]:
     """Converts as a user would who allows whatever blocks; returns the source's format and the decisions' codes."""
     from samerun.convert.convert import carry_out
@@ -84,7 +92,9 @@ def convert_all_allowed(
 
     allowed: set[str] = set()
     checkpoint = open_checkpoint(source)
-    mapped = checkpoint if names is None else MappedCheckpoint(checkpoint, read_name_map(names, checkpoint.state))
+    mapped: Any = checkpoint
+    for name in (names,) if isinstance(names, str) else names or ():
+        mapped = MappedCheckpoint(mapped, read_name_map(name, mapped.state))
     try:
         while True:
             try:
@@ -338,7 +348,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         "Where the source has fp32 masters and the destination no place for them, `--masters params` was given. A",
         "source called `X, as Y` was converted from X to Y by samerun before. Exports (`safetensors`) are read by the",
         "safetensors library in a process without samerun. torchtitan's checkpoint is loaded by its own model,",
-        "since its optimizer has other names than its weights.",
+        "since its optimizer has other names than its weights. `Llama under X` is one small Llama that X trained on three",
+        "ranks, compared with what the live run held; Megatron's runs `as a Llama` go by the map `megatron-to-llama`.",
         "",
         "## From which format into which",
         "",
@@ -387,11 +398,20 @@ def _counts(rows: list[dict[str, Any]]) -> str:
     return f"{total or ''} | {text} | {decisions}"
 
 
+def _missing(text: str) -> bool:
+    """Whether a source and its destination are wanted; with `--missing`, unless rows of it are equal already."""
+    source, _, to = text.rpartition(" ")
+    rows = [row for row in read_rows() if (row["source"], row["to"]) == (source, to)] if "--missing" in sys.argv else []
+    return proof_more.wanted(text) and not (rows and all(row.get("different") == [] for row in rows))
+
+
 PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "safetensors": lambda: proof_more.prove_exports(find_sources(), convert_all_allowed),
     "into-deepspeed": lambda: proof_more.prove_into_deepspeed(find_sources(), convert_all_allowed),
     "experts": lambda: proof_experts.prove_experts(convert_all_allowed, proof_more.wanted),
     "mapped-megatron": lambda: proof_more.prove_mapped_megatron(convert_all_allowed),
+    "llama": lambda: proof_llama.prove_llama(convert_all_allowed, _missing),
+    "from-megatron": lambda: proof_llama.prove_from_megatron(CORPUS or Path(), convert_all_allowed, _missing),
     "torchtitan": lambda: proof_titan.prove_with_torchtitan(find_sources(), convert_all_allowed),
     "more-huggingface": lambda: proof_more.prove_more_huggingface(convert_all_allowed),
     "dcp": lambda: prove_with_torch("dcp"),

@@ -148,3 +148,14 @@ def test_a_destination_with_an_odd_name_is_shown_on_one_line(source: Path, tmp_p
     code, out = run(source, tmp_path / "new\n\x1b[31mname", "--to", "dcp")
     assert code == 0
     assert "new\\n\\x1b[31mname: " in out
+
+
+def test_maps_follow_one_another(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "first.yaml").write_text("layers.*: blocks.*\n")
+    (tmp_path / "second.yaml").write_text("blocks.*: h.*\n")
+    maps = ["--map", tmp_path / "first.yaml", "--map", tmp_path / "second.yaml"]
+    code, _ = run(source, tmp_path / "dest", "--to", "safetensors", *maps)
+    assert code == 0
+    assert "param:h.0.w" in json.loads((tmp_path / "dest" / "samerun-proof.json").read_text())["tensors"]
+    wrong_order = ["--map", tmp_path / "second.yaml", "--map", tmp_path / "first.yaml"]
+    assert run(source, tmp_path / "other", "--to", "safetensors", *wrong_order)[0] == 2  # no rule fits

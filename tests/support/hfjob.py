@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +64,22 @@ def learning_rates(optimizer: Any) -> list[tuple[float, float]]:
 
 
 def train(
-    rank: int, world_size: int, folder: Path | None, source: Path | None, weight_decay: float = 0.1
+    rank: int,
+    world_size: int,
+    folder: Path | None,
+    source: Path | None,
+    weight_decay: float = 0.1,
+    build: Callable[[int], Any] = llama,
 ) -> dict[str, Any]:
     """Runs a stock Trainer to update 4 and saves after update 3, or resumes and takes the next update.
 
-    Returns what the run held before update 4 (`saved`, `rates`, `rng`) and after it (`next`).
+    Returns what the run held before update 4 (`saved`, `rates`, `rng`, `held` as in `llamajob`, the schedule's
+    `position`) and after it (`next`).
     """
     rendezvous(world_size)
     from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from support import llamajob
 
     found: dict[str, Any] = {}
 
@@ -80,6 +89,8 @@ def train(
                 found["saved"] = full_truth(given["model"], given["optimizer"])
                 found["rates"] = learning_rates(given["optimizer"])
                 found["rng"] = torch.get_rng_state().numpy().tobytes()
+                found["held"] = llamajob.held_by(given["model"], given["optimizer"])
+                found["position"] = given["lr_scheduler"].state_dict()["last_epoch"]
 
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             if state.global_step == NEXT:
@@ -94,7 +105,7 @@ def train(
             report_to=[], disable_tqdm=True, logging_strategy="no", seed=11, max_grad_norm=0.5,
             save_strategy="steps" if source is None else "no",
         )  # fmt: skip
-        model = llama(0 if source is None else 5)
+        model = build(0 if source is None else 5)
         runner = Trainer(model=model, args=arguments, train_dataset=Tokens(), callbacks=[Watch()])
         runner.train(resume_from_checkpoint=None if source is None else str(source))
     return found

@@ -28,9 +28,17 @@ _FILES_SHOWN = 20
 @click.command(name="convert")
 @click.argument("src")
 @click.argument("dest")
-@click.option("--to", "to", required=True, metavar="FORMAT", help="dcp, torch, safetensors, universal, zero, ...")
+@click.option(
+    "--to",
+    "to",
+    required=True,
+    metavar="FORMAT",
+    help="dcp, torch, safetensors, universal, zero, megatron, huggingface.",
+)
 @click.option("--layout", metavar="L", help="The layout to write for, e.g. dp_shard=10.")
-@click.option("--map", "map_file", metavar="FILE", help="Names in SRC to names in DEST: a file or a map's name.")
+@click.option(
+    "--map", "maps", multiple=True, metavar="FILE", help="Names in SRC to names in DEST: a file or a map's name."
+)
 @click.option("--dtype", "dtypes", multiple=True, metavar="ROLE=DTYPE", help="Change a role's element type.")
 @click.option("--allow", multiple=True, metavar="CODE", help="Accept a finding that blocks.")
 @click.option("--memory-budget", default="48MiB", show_default=True, metavar="SIZE", help="For buffers.")
@@ -50,7 +58,7 @@ def command(
     dest: str,
     to: str,
     layout: str | None,
-    map_file: str | None,
+    maps: tuple[str, ...],
     dtypes: tuple[str, ...],
     allow: tuple[str, ...],
     memory_budget: str,
@@ -78,6 +86,7 @@ def command(
     samerun convert ckpt/step-1200 moved --to dcp
     samerun convert ds/global_step900 uni --to universal --dry-run
     samerun convert ds/global_step900 model.pt --to torch --weights-only
+    samerun convert meg/iter_0000100 moved --to zero --layout dp=8 --map megatron-to-llama
     """
     import os
     from contextlib import ExitStack
@@ -109,7 +118,7 @@ def command(
         checkpoint = open_checkpoint(src, format_name)
         stack.callback(checkpoint.close)
         prepared = prepare(
-            checkpoint if map_file is None else _mapped(checkpoint, map_file),
+            _mapped(checkpoint, maps),
             dest,
             to=to,
             layout=_parse_layout(layout, checkpoint.state.topology.layout),
@@ -143,11 +152,15 @@ def command(
         _print_done(prepared, done)
 
 
-def _mapped(checkpoint: Checkpoint, map_file: str) -> Checkpoint:
-    from samerun.formats.mapfile import read_name_map
-    from samerun.formats.mapped import MappedCheckpoint
+def _mapped(checkpoint: Checkpoint, maps: tuple[str, ...]) -> Checkpoint:
+    """Returns the checkpoint under the names of its maps: each takes the names that the one before gave."""
+    if maps:
+        from samerun.formats.mapfile import read_name_map
+        from samerun.formats.mapped import MappedCheckpoint
 
-    return MappedCheckpoint(checkpoint, read_name_map(map_file, checkpoint.state))
+        for name in maps:
+            checkpoint = MappedCheckpoint(checkpoint, read_name_map(name, checkpoint.state))
+    return checkpoint
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from samerun.convert.dtypes import RecastCheckpoint, plan_dtypes
 from samerun.convert.masters import settle_masters
 from samerun.convert.objects import settle_objects
+from samerun.convert.order import settle_order
 from samerun.convert.sources import combined_fingerprint, fingerprint_source
 from samerun.convert.view import StateView
 from samerun.convert.weights import check_read, keep_weights
@@ -31,6 +32,7 @@ from samerun.stores.remote import is_url, original_name
 from samerun.verify.structure import inspect_checkpoint
 
 WRITERS = ("dcp", "torch", "safetensors", "universal", "zero", "megatron", "huggingface")
+_SHAPELESS = ("SR-FSDP1-SHAPES", "SR-FSDP1-BOUNDARIES")
 _SCALAR_BYTES = 64 << 10
 
 Writer = Callable[[WriteSource, Layout | None], DestinationPlan]
@@ -99,9 +101,10 @@ def prepare(
     place = _require_place(dest, given or source.path, source.path)
     lay_out: Callable[..., DestinationPlan] = writer or load_writer(to)
     original, source = original or source, adapt_source(source, to)
-    said: tuple[Problem, ...] = ()
+    source, said = settle_order(source, to)
     if masters is not None:
-        source, said = settle_masters(source, masters, to)
+        source, settled = settle_masters(source, masters, to)
+        said = (*said, *settled)
         allow = {*allow, "SR-WRITE-MASTERS"}
     left_out: dict[str, str] = {}
     if weights_only:
@@ -117,7 +120,7 @@ def prepare(
     found += checked.problems if checked is not None else ()
     # A process that leaves the check to another one plans as if it had passed; otherwise that one's findings block.
     trusted = isinstance(original, Inspectable) and (checked is None or checked.intact is not False)
-    decisions = require_decided(found, allow)
+    decisions = require_decided([*found, *_check_shapes(found)], allow)
     state, kept = settle_objects(source.state)
     view = RecastCheckpoint(StateView(source, state), dtypes) if dtypes else StateView(source, state)
     embedded: set[str] = set()
@@ -195,6 +198,26 @@ def adapt_source(source: Checkpoint, to: str) -> Checkpoint:
     """
     adapt = getattr(importlib.import_module(f"samerun.formats.{to}.write"), "adapt", None) if to == "megatron" else None
     return adapt(source) if adapt is not None else source
+
+
+def _check_shapes(found: Iterable[Problem]) -> list[Problem]:
+    """Refuses a source whose reader knows parameters as rows of values only: no model loads what becomes of them."""
+    lost = next((problem for problem in found if problem.code in _SHAPELESS), None)
+    if lost is None:
+        return []
+    return [
+        Problem(
+            "SR-CONVERT-SHAPES",
+            f"the source does not say what shape its parameters have ({lost.code}), and rows of "
+            "values would be written",
+            where=lost.where,
+            expected="parameters with shapes",
+            found="rows of values",
+            hint="load it once in the job that saved it, and save a full or sharded state dict, or the optimizer by "
+            "name beside the local one (FSDP.optim_state_dict), which tells shapes. For rows of values all the same: "
+            "--allow SR-CONVERT-SHAPES",
+        )
+    ]
 
 
 def require_decided(problems: Iterable[Problem], allow: Collection[str]) -> list[Problem]:

@@ -232,6 +232,7 @@ def main(arguments: argparse.Namespace) -> int:
         if native:
             case["bucket"] = facts["case"]["bucket"]
         same = all((facts["case"][axis] or 1) == case[axis] for axis in ("tp", "pp"))
+        same = same and facts["case"].get("streams", True)  # a run of another framework has none that Megatron asks for
         line: dict = {"layout": text}
         try:
             loaded, stepped, about = run(folder, case, arguments.port + number, same)
@@ -240,6 +241,8 @@ def main(arguments: argparse.Namespace) -> int:
             line |= {"iteration": about["iteration"], "samples": about["samples"], "schedule": about["schedule"]}
             line["rng"] = about["rng"] is not None
             line["groups"] = [[g["lr"], g["weight_decay"], g["is_expert_parallel"]] for g in about["groups"]]
+            names = ("lr", "betas", "eps", "weight_decay", "wd_mult")
+            line["settings"] = [{name: g.get(name) for name in names} for g in about["groups"]]
             beyond = [k for k, v in loaded.items() if v.shape[0] > rows and ("word_emb" in k or "output_l" in k)]
             line["padding"] = {"rows": rows, "zero": all(not loaded[k][rows:].any() for k in beyond)}
             if first is None:

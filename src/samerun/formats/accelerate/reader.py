@@ -21,9 +21,10 @@ from samerun.formats.statedict.adopt import adopt
 from samerun.formats.statedict.assemble import assemble
 from samerun.formats.statedict.checkpoint import StateDictCheckpoint
 from samerun.formats.statedict.fsdpfiles import add_fsdp_ranks
-from samerun.formats.statedict.recognise import is_averaged_model, is_state_dict, looks_averaged
+from samerun.formats.statedict.recognise import looks_averaged
+from samerun.formats.statedict.registered import add_registered, numbered_name, settle_schedulers
 from samerun.formats.statedict.safefolder import INDEX_SUFFIX, open_weights
-from samerun.formats.statedict.saved import SavedModel, SavedState, sort_tree
+from samerun.formats.statedict.saved import SavedModel, SavedState
 from samerun.formats.statedict.sidefiles import add_extra, check_ranks_of, numbered, open_beside, read_json
 from samerun.formats.statedict.tree import Tree
 from samerun.stores.local import MappedFiles
@@ -56,11 +57,14 @@ def open_accelerate(path: Path, open_inner: OpenInner) -> StateDictCheckpoint:
     _add_folders(path, saved, files)
     _add_optimizers(path, saved, files)
     ranks = add_fsdp_ranks(path, saved, files)
-    _add_objects(path, saved, files)
+    if (path / "scaler.pt").is_file():
+        saved.objects["scaler"] = open_beside(path / "scaler.pt", saved, files)
+    add_registered(path, saved, files)
     if ranks and saved.topology.world_size is None:
         saved.topology = Topology(world_size=ranks, inferred="from the number of rank files")
     random = _add_random(path, saved, files)
     add_extra(path, saved, files)
+    settle_schedulers(saved)
     loaders = [name for name in saved.data if name.startswith("dl_state_dict")]
     if loaders and len(random) > 1:
         saved.problems.append(_cursor(path, loaders[0], len(random)))
@@ -133,27 +137,9 @@ def _add_optimizers(path: Path, saved: SavedState, files: MappedFiles) -> None:
     for number, file in numbered(path, r"optimizer(?:_(\d+))?\.bin").items():
         tree = open_beside(file, saved, files)
         if isinstance(tree, dict):
-            saved.optimizers.append((_name("optimizer", number), tree))
+            saved.optimizers.append((numbered_name("optimizer", number), tree))
     for number, file in numbered(path, r"scheduler(?:_(\d+))?\.bin").items():
-        saved.schedulers.append((_name("scheduler", number), open_beside(file, saved, files)))
-
-
-def _add_objects(path: Path, saved: SavedState, files: MappedFiles) -> None:
-    for stem in ("sampler", "dl_state_dict"):
-        for number, file in numbered(path, rf"{stem}(?:_(\d+))?\.bin").items():
-            saved.data[_name(stem, number)] = open_beside(file, saved, files)
-    if (path / "scaler.pt").is_file():
-        saved.objects["scaler"] = open_beside(path / "scaler.pt", saved, files)
-    for number, file in numbered(path, r"custom_checkpoint_(\d+)\.pkl").items():
-        tree = open_beside(file, saved, files)
-        if is_state_dict(tree) and not is_averaged_model(tree):
-            saved.objects[f"custom_checkpoint_{number}"] = tree
-        else:
-            sort_tree(tree, saved, f"custom_checkpoint_{number}")
-
-
-def _name(stem: str, number: int) -> str:
-    return f"{stem}_{number}" if number else stem
+        saved.schedulers.append((numbered_name("scheduler", number), open_beside(file, saved, files)))
 
 
 def _add_random(path: Path, saved: SavedState, files: MappedFiles) -> dict[int, Path]:

@@ -25,6 +25,7 @@ from samerun.formats.statedict.adopt import adopt
 from samerun.formats.statedict.assemble import assemble
 from samerun.formats.statedict.checkpoint import StateDictCheckpoint
 from samerun.formats.statedict.fsdpfiles import add_fsdp_ranks
+from samerun.formats.statedict.registered import add_registered, settle_schedulers
 from samerun.formats.statedict.safefolder import INDEX_SUFFIX, open_weights
 from samerun.formats.statedict.saved import SavedModel, SavedState
 from samerun.formats.statedict.sidefiles import add_extra, check_ranks_of, numbered, open_beside, read_json
@@ -61,7 +62,9 @@ def open_huggingface(path: Path, open_inner: OpenInner) -> StateDictCheckpoint:
     _add_optimizer(path, saved, files)
     ranks = add_fsdp_ranks(path, saved, files)
     _add_rng(path, trainer, saved, files)
+    _add_accelerate_s(path, saved, files)
     add_extra(path, saved, files)
+    settle_schedulers(saved)
     _describe(config, trainer, saved)
     saved.problems += check_config(config, saved.models, files)
     saved.problems += check_trainer(path, trainer, saved)
@@ -128,6 +131,15 @@ def _add_rng(path: Path, trainer: Trainer, saved: SavedState, files: MappedFiles
         source = "training_args.bin" if trainer.world_size else "the number of rng_state files"
         layout = Layout(dp_replicate=world) if trainer.plain_data_parallel else None
         saved.topology = Topology(world_size=world, layout=layout, inferred=f"from {source}")
+
+
+def _add_accelerate_s(path: Path, saved: SavedState, files: MappedFiles) -> None:
+    """Adds what only Accelerate reads of a directory from which both resume."""
+    add_registered(path, saved, files)
+    for number, file in numbered(path, r"random_states_(\d+)\.pkl").items():
+        tree = open_beside(file, saved, files)
+        if isinstance(tree, dict) and "step" in tree:
+            saved.objects[f"accelerator.random_states_{number}.passes"] = tree["step"]
 
 
 def _describe(config: Mapping[str, Any], trainer: Trainer, saved: SavedState) -> None:

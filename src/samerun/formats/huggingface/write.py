@@ -176,9 +176,11 @@ class _Writer:
         return replace(self.state, objects=kept, data=data)
 
     def _scheduler(self, sections: dict[str, Any], carried: Carried) -> None:
-        if carried.scheduler not in sections:
+        tree = sections.get(carried.scheduler or "")
+        if not (isinstance(tree, Mapping) and "last_epoch" in tree):
+            self._position(tree)
             return
-        tree = sections.pop(carried.scheduler)
+        del sections[carried.scheduler or ""]
         if isinstance(tree, dict) and "base_lrs" in tree and tree.keys() <= _BARE_SCHEDULER:
             tree = {**tree, "lr_lambdas": [None] * len(tree["base_lrs"])}
             self.dropped["scheduler.lr_lambdas"] = "written as empty, which is what the source's format made nothing of"
@@ -190,6 +192,21 @@ class _Writer:
             if self.dealt.split:
                 tree = self._for_two_groups(tree)
             self.archive("scheduler.pt", tree)
+
+    def _position(self, schedule: Any) -> None:
+        """Writes how many updates the job's own schedule has behind it. Trainer loads no optimizer without a schedule.
+
+        One of another library stays under its own name in `extra_state.pt`.
+        """
+        updates = self.state.progress.update
+        if updates is None or not self.dealt.groups:
+            return
+        tree = {"last_epoch": updates, "_step_count": updates + 1, "lr_lambdas": [None] * len(self.dealt.groups)}
+        if self.for_trainer:
+            self.archive("scheduler.pt", tree)
+        if self.for_accelerate:
+            self.archive("scheduler.bin", tree)
+        self.problems.append(_schedule(schedule, updates))
 
     def _for_two_groups(self, tree: Any) -> Any:
         """Repeats what a scheduler keeps once per group, where the one group became two."""
@@ -254,6 +271,19 @@ def _listed(value: Any) -> Any:
     if inner and list(inner) == [str(number) for number in range(len(inner))]:
         return list(inner.values())
     return inner
+
+
+def _schedule(schedule: Any, updates: int) -> Problem:
+    names = ", ".join(sorted(map(str, schedule))[:4]) if isinstance(schedule, Mapping) else ""
+    what = f"the source's schedule is none of torch's (it keeps {names})" if names else "the source has no schedule"
+    return Problem(
+        "SR-HFW-SCHEDULE",
+        f"{what}: scheduler.pt and scheduler.bin hold the position alone, {updates} updates",
+        severity=Severity.WARNING,
+        hint="the next update has the source's rates, which lie in the groups; later ones follow the job's own "
+        "schedule: give it the source's peak, warm-up and horizon. A job that steps its schedule more than once an "
+        "update, as Accelerate does on several processes, has to set last_epoch itself",
+    )
 
 
 def _is_json(value: Any) -> bool:

@@ -61,8 +61,10 @@ def plan_common(state: LogicalState, run: Run, wanted: Layout, settings: Setting
             optimizer[name.removeprefix("optimizer.")] = ready
         else:
             common.value[name] = ready
-    if state.scheduler:
+    if state.scheduler and "num_steps" in state.scheduler:
         common.value["opt_param_scheduler"] = revive(state.scheduler)
+    elif state.scheduler:
+        common.dropped["scheduler"] = "it is none of Megatron's: the job's own schedule has to be set"
     if any(settings.chain):
         one = [
             {"optimizer": {"param_groups": groups}, **optimizer, "param_state_sharding_type": ENCODING}

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from samerun.core.state import LogicalState
+from samerun.core.state import LogicalState, ParamGroup
 from samerun.errors import Problem
+from samerun.formats.megatron.foreign import IDENTITY, deal_foreign, is_foreign
 from samerun.formats.statedict.carry import writable_settings
 
-IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 _EXPERT = "is_expert_parallel"
 
 
@@ -35,14 +35,23 @@ def is_expert(fqn: str) -> bool:
 def plan_settings(state: LogicalState, ep: int, step_of: Callable[[str], Any]) -> Settings:
     """Returns the groups for a job with that degree of expert parallelism. `step_of` gives a parameter's step."""
     found = Settings()
-    experts = any(is_expert(fqn) for group in state.groups for fqn in group.params)
+    groups: Sequence[ParamGroup] = state.groups
+    if is_foreign(state):
+        dealt, found.problems = deal_foreign(state)
+        if dealt is None:
+            for group in state.groups:
+                _leave_out(found, group.params)
+            return found
+        groups = dealt
+    experts = any(is_expert(fqn) for group in groups for fqn in group.params)
     dense: list[dict[str, Any]] = []
     routed: list[dict[str, Any]] = []
-    for number, group in enumerate(state.groups):
+    for number, group in enumerate(groups):
         settings, left_out = writable_settings(group.hyperparameters)
         found.changed |= {f"group {number}: {name}": why for name, why in left_out.items()}
         if missing := [name for name in IDENTITY if name not in settings and f"pre_{name}" not in settings]:
             found.problems.append(_nameless(number, missing))
+            _leave_out(found, group.params)
             continue
         if not _add_step(found, settings, group.params, step_of, number):
             continue
@@ -59,6 +68,11 @@ def plan_settings(state: LogicalState, ep: int, step_of: Callable[[str], Any]) -
         _add(found, dense, {**settings, _EXPERT: False}, number)
     found.chain = [dense, routed] if routed else [dense]
     return found
+
+
+def _leave_out(found: Settings, params: Sequence[str]) -> None:
+    """Says of members of a group that is not written that their step is nowhere: Megatron keeps it in the group."""
+    found.changed |= {f"optim.step:{fqn}": "its parameter group is not written" for fqn in params}
 
 
 def _mark(found: Settings, params: Sequence[str]) -> None:

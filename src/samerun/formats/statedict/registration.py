@@ -10,7 +10,7 @@ same order.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from samerun.formats.statedict.order import Candidate, Dealer, Layer, Matching, Position, match_order
@@ -159,6 +159,21 @@ def match_registration(candidates: Sequence[Candidate], groups: Sequence[Sequenc
     if matching is None:
         return None
     return Registered(matching, _assumed(candidates, matching, groups))
+
+
+def usual_order(names: Iterable[str]) -> list[str]:
+    """Returns names in the order in which a model usually registers them, where nothing else tells it.
+
+    >>> usual_order(["norm.weight", "layers.0.k_proj.weight", "layers.0.q_proj.weight", "embed_tokens.weight"])
+    ['embed_tokens.weight', 'layers.0.q_proj.weight', 'layers.0.k_proj.weight', 'norm.weight']
+    """
+    return [candidate.name for candidate in _walk(_tree([Candidate(name, ()) for name in names]))]
+
+
+def _walk(node: _Node) -> Iterator[Candidate]:
+    yield from (node.own[leaf] for leaf in _usual_leaves(node))
+    for name in _usual(list(node.inner), node.name):
+        yield from _walk(node.inner[name])
 
 
 def _tree(candidates: Sequence[Candidate]) -> _Node:
