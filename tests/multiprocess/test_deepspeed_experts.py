@@ -67,9 +67,9 @@ def test_the_engine_goes_on_at_another_degree(stage: int, ep: int, ranks: int, s
 
 
 def test_a_wrong_expert_shows(source: Any) -> None:
-    """The moments of two experts change places in the flat buffer."""
+    """The moments of two experts change places in a flat buffer."""
     folder, truth = source
-    dest = moved(folder, Layout(dp_shard=1))
+    dest = moved(folder, Layout(dp_shard=2))
     names = [f"exp_avg/moe.0.deepspeed_moe.experts.deepspeed_experts.{number}.up.weight" for number in (1, 4)]
     (path,) = dest.glob("*/zero_pp_rank_0_*_optim_states.pt")
     content = path.read_bytes()
@@ -79,7 +79,7 @@ def test_a_wrong_expert_shows(source: Any) -> None:
         values = truth["held"][other].tobytes()
         swapped[place : place + len(values)] = values
     path.write_bytes(bytes(swapped))
-    found = dsmoe.resume(Job(2, 1), 1, dest, first=SAVED, more=0)
+    found = dsmoe.resume(Job(2, 1), 2, dest, first=SAVED, more=0)
     assert differing(found["held"], truth["held"]) == names
 
 
