@@ -119,6 +119,17 @@ def test_what_no_job_of_the_degree_could_have_is_refused(
     assert message in str(refused.value)
 
 
+def test_an_order_of_the_script_s_own_is_kept_at_the_same_degree_and_refused_at_another() -> None:
+    """By expert, then by layer: as if two ranks had dealt them, but the flat buffers say that one rank held all."""
+    order = [*experts(FIRST, 0), *experts(SECOND, 0), *experts(FIRST, 1), *experts(SECOND, 1)]
+    state = state_of(order, "tok.w", objects={"ds_config": {"zero_optimization": {"stage": 2}}})
+    training = plan_training(WriteSource(state, lambda _: np.array(3.0)), Layout(dp_shard=2), "zero")
+    dealing.deal_experts(state, training, 1)
+    assert [member.name for member in training.groups[1].dealt[0]] == order
+    with pytest.raises(PlanError, match="SR-DSW-EXPERTS"):
+        plan_of(lay_out_zero, state, "dp_shard=2,ep=2")
+
+
 def test_what_can_be_dealt_is_dealt_without_a_word() -> None:
     for layout in ("dp_shard=2", "dp_shard=2,ep=2", "dp_shard=6,ep=2"):
         assert codes(plan_of(lay_out_zero, state_of(IN_ORDER, "tok.w"), layout).problems) == ["SR-DSW-ASSUMES"]

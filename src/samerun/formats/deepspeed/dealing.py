@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, Role
 from samerun.errors import PlanError, Problem
+from samerun.formats.deepspeed.carried import source_stage
 from samerun.formats.deepspeed.experts import expert_of
 from samerun.formats.deepspeed.training import OWN_FORMATS, Trained, TrainedGroup, Training, name_of
 
@@ -119,8 +120,9 @@ def _places(names: Iterable[str]) -> Iterator[Place]:
 
 def _held_degree(state: LogicalState, sequences: Sequence[Sequence[Place]], layers: Mapping[str, int]) -> int:
     """Returns over how many ranks the source dealt its experts: recorded with flat buffers, else seen in the order."""
-    layout = state.topology.layout
-    recorded = layout.ep if state.format in OWN_FORMATS and layout is not None and layout.ep > 1 else None
+    layout = state.topology.layout if state.format in OWN_FORMATS else None
+    flat = (source_stage(state) or 0) > 0 and state.format == "zero"
+    recorded = layout.ep if layout is not None and (layout.ep > 1 or flat) else None
     most = math.gcd(*layers.values())
     for degree in [recorded] if recorded else range(most, 0, -1):
         if most % degree == 0 and all(_fits(sequence, layers, degree) for sequence in sequences):
