@@ -14,7 +14,7 @@ from samerun.verify.structure import inspect_checkpoint
 GOLDEN = Path(__file__).parents[1] / "golden"
 PARTS = {
     "one rank of an FSDP2 job": "statedict/bare/rank_0.pt",
-    "one rank's optimizer of ZeRO 2": "deepspeed/z2_align_rr/global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    "one rank's optimizer of ZeRO 2": "deepspeed/z2_align_rr/*/bf16_zero_pp_rank_0_*_optim_states.pt",
     "a stage of a pipeline": "deepspeed/pp2dp2bf16/*/mp_rank_00_model_states.pt",
     "a shard of a model": "statedict/shards/shard-00001-*.safetensors",
     "a rank of Megatron": "megatron/lg_moe_tp2ep2/*/mp_rank_0*/model_optim_rng.pt",

@@ -288,7 +288,7 @@ def _single_files(root: Path, readers: tuple[Reader, ...]) -> list[Path]:
 def _locate_tracked(root: Path, tracker: str, readers: tuple[Reader, ...]) -> Path:
     text = _read_tracker(root / tracker)
     name = f"iter_{int(text):07d}" if tracker.endswith(".txt") and text.isascii() and text.isdigit() else text
-    plain = re.fullmatch(r"[\w.=+-]{1,200}", name) and name not in (".", "..")
+    plain = re.fullmatch(r"[\w.=+,:@# -]{1,200}", name) and name not in (".", "..")
     target = root / name
     if plain and target.is_dir() and _is_checkpoint(target, readers):
         return target

@@ -224,7 +224,7 @@ def check_excluded(source: Source) -> list[Problem]:
     return [
         Problem(
             "SR-ZERO-EXCLUDED",
-            "it was saved without frozen parameters (exclude_frozen_parameters): if the model has any, they are not here",
+            "it was saved without frozen parameters (exclude_frozen_parameters): any that the model has are not here",
             severity=Severity.WARNING,
             where={"file": str(without[0].file.path)},
             hint="the job that resumes must load them from where the run had them, before it loads this",
