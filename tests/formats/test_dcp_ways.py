@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+from samerun.convert.convert import carry_out
+from samerun.convert.prepare import prepare
 from samerun.core.mesh import Layout
 from samerun.formats.detect import open_checkpoint
 from samerun.verify.structure import inspect_checkpoint
@@ -120,3 +122,41 @@ def test_two_pipeline_stages_are_one_model(flatten: bool, tmp_path: Path):
     assert report.complete
     # Nested, both stages' groups have one name and the first stage's survive: its parameters are in none then.
     assert ("SR-GROUP-LOST" in codes) is not flatten
+
+
+def write_unflattened(rank: int, world_size: int, folder: str) -> None:
+    job = toy.build(Layout(dp_shard=world_size))
+    with toy.quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = {"model": get_state_dict(job.model, ())[0], "progress": job.progress}
+        dcp.save(state, checkpoint_id=folder, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
+
+
+def test_a_state_dict_that_was_saved_as_one_object_has_one_rank_s_part_only(tmp_path: Path):
+    run_ranks(2, write_unflattened, str(tmp_path / "ckpt"))
+    report = inspect_checkpoint(open_checkpoint(tmp_path / "ckpt"))
+    found = [problem for problem in report.problems if problem.code == "SR-COV-RECORD"]
+    assert [problem.where["tensor"] for problem in found] == ["model"]
+    assert "DTensor, of one rank" in found[0].message
+    assert not report.complete
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_further_model_is_written_where_it_is_found_again(tied: bool, tmp_path: Path):
+    torch.manual_seed(0)
+    model, teacher = torch.nn.Linear(7, 5), torch.nn.Sequential(torch.nn.Linear(7, 3), torch.nn.Linear(7, 3))
+    if tied:
+        teacher[1].weight = teacher[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    with toy.quiet():
+        parts = get_state_dict(model, optimizer)
+        state = {"model": parts[0], "optim": parts[1], "teacher": teacher.state_dict()}
+        dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    carry_out(prepare(open_checkpoint(tmp_path / "ckpt"), tmp_path / "moved", to="dcp", layout=Layout(dp_shard=3)))
+    target = torch.nn.Sequential(torch.nn.Linear(7, 3), torch.nn.Linear(7, 3)).state_dict()
+    with toy.quiet():
+        dcp.load({"teacher": target}, checkpoint_id=tmp_path / "moved", no_dist=True)
+    for name, tensor in teacher.state_dict().items():
+        assert torch.equal(target[name], tensor), name

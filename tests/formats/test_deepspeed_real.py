@@ -76,6 +76,13 @@ def at(*path: str) -> Callable[[Path], Path]:
     return lambda root: root.joinpath("uc", "zero", *path)
 
 
+def exclude_frozen(state: dict[str, Any]) -> None:
+    """Does what `save_checkpoint(exclude_frozen_parameters=True)` does to a model states file (DeepSpeed 0.19.8)."""
+    for name in state["frozen_param_shapes"]:
+        del state["module"][name]
+    state |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
+
+
 SLOT = at("up.weight", "exp_avg.pt")
 ZERO: list[tuple[str, str, Edit]] = [
     ("SR-ZERO-GROUPS", "z1_bf16opt",
@@ -95,6 +102,7 @@ ZERO: list[tuple[str, str, Edit]] = [
      lambda root: edit_real(optims(root)[1], lambda s: s["ds_config"].update(train_batch_size=64))),
     ("SR-ZERO-STALE", "z1_bf16opt", lambda root: shutil.copyfile(
         optims(root)[2], optims(root)[2].with_name("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"))),
+    ("SR-ZERO-EXCLUDED", "z3_sub_bf16", in_models(exclude_frozen)),
     ("SR-CNT-OPTIMIZER", "z1_bf16opt",
      in_optims(lambda s: [held["step"].fill_(7) for held in s["base_optimizer_state"]["state"].values()])),
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, RecordedProgress, Topology
 from samerun.errors import Severity
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.resume import check_resume
+from samerun.verify.resume import check_counters, check_resume
+from samerun.verify.resume_schedule import check_scheduler
 from samerun.verify.structure import InspectReport, inspect_checkpoint
 from support.corpus import corpus, needs_corpus
 from support.dcp import job_state, save
@@ -203,6 +205,29 @@ def test_name_of_the_directory_is_compared(tmp_path: Path):
     assert "SR-CNT-DIRECTORY" in found(inspect(job_state(), tmp_path / "step-4"))
     assert "SR-CNT-DIRECTORY" not in found(inspect(job_state(), tmp_path / "global_step003"))
     assert "SR-CNT-DIRECTORY" not in found(inspect(job_state(), tmp_path / "run-4"))
+
+
+def test_a_directory_that_accelerate_numbers_by_saves_is_not_compared():
+    """`automatic_checkpoint_naming`: checkpoints/checkpoint_1 is the second save, whatever the update."""
+    state = replace(open_state(), progress=RecordedProgress(update=3))
+    for format, name, differs in (("accelerate", "checkpoint_1", False), ("accelerate", "step_1", True),
+                                  ("torch", "checkpoint_1", True)):  # fmt: skip
+        codes = {problem.code for problem in check_counters(replace(state, format=format), name, {})}
+        assert ("SR-CNT-DIRECTORY" in codes) is differs, (format, name)
+
+
+def test_a_scheduler_that_evaluations_step_is_not_compared_with_updates():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau, stepped = (
+        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+        torch.optim.lr_scheduler.StepLR(optimizer, 9),
+    )
+    plateau.step(1.0)
+    plateau.step(1.0)
+    for scheduler, differs in ((plateau, False), (stepped, True)):
+        state = replace(open_state(), scheduler=scheduler.state_dict(), progress=RecordedProgress(update=4))
+        assert ("SR-SCHED-POSITION" in {problem.code for problem in check_scheduler(state)}) is differs
 
 
 def streams(rng: State, world_size: int, data: State | None = None, samples: int | None = None) -> set[str]:

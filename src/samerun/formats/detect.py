@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samerun.errors import CorruptCheckpoint, FormatError, Problem, UnsupportedVersion, UsageError
+from samerun.formats.parts import check_part
 from samerun.stores.destination import incomplete_marker
 from samerun.stores.remote import RemoteView, is_url, not_whole, original_name
 
@@ -216,14 +217,26 @@ def _open_local(root: Path, format: str | None, *, unfinished: bool) -> Checkpoi
     found = _locate(root, readers)
     if not unfinished and found != root:
         _require_whole(found)
+    part = check_part(found) if found.is_file() else None
     for reader in readers:
         why = _recognises(reader, found)
         if why:
-            checkpoint = reader.open(found)
+            checkpoint = _open_with(reader, found, part)
             known = {"recognised": why, **checkpoint.state.written_by}
-            checkpoint.state = replace(checkpoint.state, written_by=known)
+            problems = (*checkpoint.state.problems, *((part,) if part else ()))
+            checkpoint.state = replace(checkpoint.state, written_by=known, problems=problems)
             return checkpoint
     raise _no_checkpoint(found)
+
+
+def _open_with(reader: Reader, path: Path, part: Problem | None) -> Checkpoint:
+    """Opens with a reader. A part of a checkpoint that cannot be read alone is called one, not damaged."""
+    try:
+        return reader.open(path)
+    except CorruptCheckpoint:
+        if part is None:
+            raise
+        raise UsageError(part) from None
 
 
 def _require_whole(path: Path) -> None:
@@ -237,6 +250,8 @@ def _locate(root: Path, readers: tuple[Reader, ...]) -> Path:
     if not root.is_dir():
         if root.is_file() and _is_checkpoint(root, readers):
             return root
+        if root.is_file() and (part := check_part(root)) is not None:
+            raise UsageError(part)
         raise _no_checkpoint_file(root)
     if _is_checkpoint(root, readers):
         return root
@@ -273,7 +288,7 @@ def _single_files(root: Path, readers: tuple[Reader, ...]) -> list[Path]:
 def _locate_tracked(root: Path, tracker: str, readers: tuple[Reader, ...]) -> Path:
     text = _read_tracker(root / tracker)
     name = f"iter_{int(text):07d}" if tracker.endswith(".txt") and text.isascii() and text.isdigit() else text
-    plain = re.fullmatch(r"[\w.=+-]{1,200}", name) and name not in (".", "..")
+    plain = re.fullmatch(r"[\w.=+,:@# -]{1,200}", name) and name not in (".", "..")
     target = root / name
     if plain and target.is_dir() and _is_checkpoint(target, readers):
         return target

@@ -329,6 +329,11 @@ def _hyperparameters_missing(number: int, missing: list[str], has_its_own: bool)
     )
 
 
+def _counts_saves(state: LogicalState, name: str) -> bool:
+    """Whether Accelerate named the checkpoint (`automatic_checkpoint_naming`): it numbers its saves, not updates."""
+    return state.format == "accelerate" and name.startswith("checkpoint_")
+
+
 def check_counters(state: LogicalState, name: str, steps: Mapping[str, float]) -> list[Problem]:
     """Compares every place that counts updates: progress, the optimizer's steps, and the name of the checkpoint."""
     problems: list[Problem] = []
@@ -351,7 +356,7 @@ def check_counters(state: LogicalState, name: str, steps: Mapping[str, float]) -
             )
         )
     numbered = _NUMBERED.fullmatch(name)
-    if numbered and update is not None and int(numbered.group(1)) != update:
+    if numbered and update is not None and int(numbered.group(1)) != update and not _counts_saves(state, name):
         problems.append(
             Problem(
                 "SR-CNT-DIRECTORY",

@@ -15,11 +15,18 @@ def check_scheduler(state: LogicalState) -> list[Problem]:
     schedulers = schedulers_of(state.scheduler)
     problems: list[Problem] = []
     update, epoch = state.progress.update, state.progress.epoch
-    for position in dict.fromkeys(scheduler.get("last_epoch") for scheduler in schedulers):
+    for position in dict.fromkeys(
+        scheduler.get("last_epoch") for scheduler in schedulers if _counts_updates(scheduler)
+    ):
         if isinstance(position, int) and update is not None and position not in (update, epoch):
             problems.append(_position_differs(position, update))
             problems += _check_processes(state, position, update)
     return [*problems, *_check_rates(state, schedulers), *(note for one in schedulers for note in _check_shape(one))]
+
+
+def _counts_updates(scheduler: Mapping[str, Any]) -> bool:
+    """Whether a scheduler is stepped by training. ReduceLROnPlateau is stepped by evaluations, whenever they come."""
+    return "num_bad_epochs" not in scheduler
 
 
 def _check_rates(state: LogicalState, schedulers: Sequence[Mapping[str, Any]]) -> list[Problem]:

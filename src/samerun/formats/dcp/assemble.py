@@ -22,6 +22,8 @@ from samerun.formats.dcp.topology import find_topology
 from samerun.formats.dcpfile.index import NOWHERE, Index, StoredTensor
 from samerun.formats.dcpfile.items import Items, no_place
 from samerun.formats.dcpfile.opened import open_items
+from samerun.formats.statedict.geometry import find_distributed
+from samerun.formats.statedict.records import check_read
 from samerun.formats.torchfile.unpickle import decode_pickle
 from samerun.formats.torchfile.values import Inert
 from samerun.stores.local import MappedFiles
@@ -80,6 +82,7 @@ class _Assembly:
         objects = self.read_objects(claimed, rest)
         tree = plant((self._paths[name], value) for name, value in objects.items())
         self.problems.extend(_loose_coverage(rest))
+        self.problems.extend(self.report_unread(objects))
         sections = recognise(tree)
         self.problems.extend(sections.problems)
         ties = find_ties(self.tensors, self.stored, frozenset(known), bool(optimizers), self.items)
@@ -239,6 +242,11 @@ class _Assembly:
             return value
         self.unknown.update(decoded.unknown)
         return decoded.value
+
+    def report_unread(self, objects: Mapping[str, Any]) -> list[Problem]:
+        """Finds distributed tensors that were pickled into objects: of those only one rank's part was saved."""
+        found = {name: one.name for name, value in objects.items() if (one := find_distributed(value)) is not None}
+        return check_read({name: f"{kind}, of one rank" for name, kind in found.items()}, str(self.root))
 
     def apply_ties(self, ties: Mapping[str, tuple[str, ...]]) -> None:
         for owner, aliases in ties.items():

@@ -22,6 +22,7 @@ def model_paths(state: LogicalState) -> Iterator[tuple[TensorEntry, Path]]:
     DCP has no ties: torch writes a tied tensor once for each of its names, and a loading job asks for all of them.
     """
     default = _default_container(state)
+    nested = state.format == "dcp" and any(_split(state, entry)[0] for entry in _parameters(state))
     for entry in state.tensors.values():
         if entry.key.role in (Role.OPTIM, Role.MASTER):
             continue
@@ -29,17 +30,23 @@ def model_paths(state: LogicalState) -> Iterator[tuple[TensorEntry, Path]]:
         container, name = _split(state, entry)
         if container is None:
             container, name = (AVERAGE if average else default), entry.key.fqn
+        further = not container and nested and "." in name
+        if further:
+            container, _, name = name.partition(".")
         head = (container,) if container else ()
         yield entry, (*head, name)
         stem = name[: -len(entry.key.fqn)] if name.endswith(entry.key.fqn) else ""
         for alias in entry.aliases:
-            yield entry, (*head, stem + alias)
+            yield entry, (*head, stem + (alias.removeprefix(f"{container}.") if further else alias))
 
 
 def _default_container(state: LogicalState) -> str:
-    entries = (entry for entry in state.tensors.values() if entry.key.role is Role.PARAM)
-    found = next((_split(state, entry)[0] for entry in entries), None)
+    found = next((_split(state, entry)[0] for entry in _parameters(state)), None)
     return MODEL if found is None else found
+
+
+def _parameters(state: LogicalState) -> Iterator[TensorEntry]:
+    return (entry for entry in state.tensors.values() if entry.key.role is Role.PARAM)
 
 
 def _split(state: LogicalState, entry: TensorEntry) -> tuple[str | None, str]:
@@ -53,7 +60,7 @@ def _split(state: LogicalState, entry: TensorEntry) -> tuple[str | None, str]:
             if not i and state.format != "dcp":
                 return None, entry.key.fqn
             return ".".join(parts[:i]), inside if state.format == "dcp" else entry.key.fqn
-    # A further model: its container went into the FQN.
+    # A further model whose container went into the FQN; in DCP the same as a name of the state dict's first level.
     return ("", entry.original) if state.format == "dcp" else (None, entry.key.fqn)
 
 

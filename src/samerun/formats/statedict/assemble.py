@@ -27,6 +27,7 @@ from samerun.formats.statedict.naming import Named, name_optimizers
 from samerun.formats.statedict.optimizer import MASTER_SLOTS, check_slots, parse_optimizer
 from samerun.formats.statedict.progress import read_progress
 from samerun.formats.statedict.recognise import is_parameter_name, looks_like_model, looks_other
+from samerun.formats.statedict.records import check_read, unread_tensor
 from samerun.formats.statedict.roles import assign_roles
 from samerun.formats.statedict.saved import SavedModel, SavedState
 from samerun.formats.statedict.stored import Stored, read_stored
@@ -82,6 +83,7 @@ class _Assembly:
             self.saved.objects |= {f"{model.name}.{name}": tensor for name, tensor in model.tensors.items()}
         self.report_wrappers(models)
         self.report_unknown(path)
+        self.problems += check_read(self.saved.unread, str(path))
         return self.state(format, groups)
 
     def name_optimizers(self, models: Sequence[SavedModel]) -> list[Named]:
@@ -119,6 +121,8 @@ class _Assembly:
             self.add_number(key, number, original)
         elif value is not None:
             self.saved.objects[original] = value
+            if (kind := unread_tensor(value)) is not None:
+                self.saved.unread[original] = kind
 
     def spread_step(self, group: ParamGroup) -> None:
         """Gives each parameter of a group the step that some optimizers keep once per group."""

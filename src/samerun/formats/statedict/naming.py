@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from samerun.core.state import normalize_fqn
 from samerun.errors import Problem, Severity
-from samerun.formats.statedict.optimizer import Optimizer, shape_of
+from samerun.formats.statedict.optimizer import Optimizer, has_state, shape_of
 from samerun.formats.statedict.order import Candidate, Matching, Position, match_order, match_shapes
 from samerun.formats.statedict.recognise import is_buffer_name, looks_like_model, looks_other
 from samerun.formats.statedict.registration import match_registration
@@ -175,7 +175,7 @@ def _explain(optimizer: Optimizer, model: SavedModel, matching: Matching, assume
 
 
 def _explain_order(optimizer: Optimizer, matching: Matching) -> list[Problem]:
-    stateful = sorted((key for key in matching.open if shape_of(optimizer.members.get(key))), key=int)
+    stateful = sorted((key for key in matching.open if has_state(optimizer.members.get(key))), key=int)
     if not stateful:
         return [_by_position(optimizer, matching)]
     shown = _some([f"{key} ({matching.names[key]}?)" for key in stateful])
@@ -204,6 +204,7 @@ def _by_position(optimizer: Optimizer, matching: Matching) -> Problem:
 
 
 def _explain_registration(optimizer: Optimizer, matching: Matching, assumed: frozenset[str]) -> list[Problem]:
+    assumed |= {key for key in matching.open if _is_shapeless(optimizer, key)}
     if not assumed:
         return [_by_position(optimizer, matching)]
     shown = _some(sorted({matching.names[key] for key in assumed}))
@@ -218,6 +219,12 @@ def _explain_registration(optimizer: Optimizer, matching: Matching, assumed: fro
             "differ (query, key and value projections do not)",
         )
     ]
+
+
+def _is_shapeless(optimizer: Optimizer, key: str) -> bool:
+    """Whether a parameter has state that does not show its shape: quantised moments, an optimizer that is not known."""
+    member = optimizer.members.get(key)
+    return has_state(member) and shape_of(member) is None
 
 
 def _unmatched(optimizer: Optimizer, model: SavedModel, matching: Matching) -> Problem:

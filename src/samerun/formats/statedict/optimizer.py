@@ -14,7 +14,8 @@ MASTER_SLOTS = frozenset({"master_param", "master_weight", "fp32_param", "master
 # Slots of torch.optim's and common other optimizers that have their parameter's shape.
 _SAME_SHAPE = (
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf", "sum", "acc_delta",
-    "grad_avg", "prev", "step_size", "ax", "z", "exp_avg_diff", "previous_grad", *sorted(MASTER_SLOTS),
+    "grad_avg", "prev", "step_size", "ax", "z", "exp_avg_diff", "previous_grad", "variance", "state1",
+    *sorted(MASTER_SLOTS),
 )  # fmt: skip
 
 
@@ -126,8 +127,16 @@ def shape_of(member: Member | None) -> tuple[int, ...] | None:
     rows, columns = tensors.get("exp_avg_sq_row"), tensors.get("exp_avg_sq_col")
     if rows is not None and columns is not None and columns.shape:
         return (*rows.shape, columns.shape[-1])
+    rows, columns = tensors.get("row_var"), tensors.get("col_var")  # torch's Adafactor keeps the reduced axis, as 1
+    if rows is not None and columns is not None and rows.shape and columns.shape:
+        return (*rows.shape[:-1], columns.shape[-1])
     shapes = {value.shape for slot, value in tensors.items() if slot != "step"}
     return shapes.pop() if len(shapes) == 1 and shapes != {()} else None
+
+
+def has_state(member: Member | None) -> bool:
+    """Whether anything is kept for a parameter that would be lost, or belong to another one, under a wrong name."""
+    return member is not None and any(value is not None for value in member.slots.values())
 
 
 def check_slots(optimizer: Optimizer) -> list[Problem]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from samerun.formats.statedict.records import unread_tensor
 from samerun.formats.statedict.stored import Stored
 from samerun.formats.torchfile.values import Inert
 
@@ -29,7 +30,7 @@ _BUFFER_NAMES = frozenset({
     "relative_position_index", "masked_bias", "token_type_ids",
 })  # fmt: skip
 _PARAMETER_NAMES = frozenset({"weight", "bias", "lora_A", "lora_B", "scale"})
-_EXTRA_STATE = "_extra_state"
+EXTRA_STATE = "_extra_state"
 _LIST_OF_AVERAGES = "shadow_params"
 _COUNT = "n_averaged"
 
@@ -77,15 +78,16 @@ def is_state_dict(node: Any, *, nested: bool = False) -> bool:
     """
     if not isinstance(node, dict) or not node or not all(isinstance(key, str) for key in node):
         return False
-    tensors = sum(isinstance(item, Stored) for item in node.values())
+    unread = sum(unread_tensor(item) is not None for item in node.values())
+    tensors = sum(isinstance(item, Stored) for item in node.values()) + unread
     inner = [item for item in node.values() if isinstance(item, Mapping) and item]
     if inner and not (nested and all(is_state_dict(item, nested=True) for item in inner)):
         return False
     others = sum(
-        not isinstance(item, Stored | Mapping) and item is not None and not str(key).endswith(_EXTRA_STATE)
+        not isinstance(item, Stored | Mapping) and item is not None and not str(key).endswith(EXTRA_STATE)
         for key, item in node.items()
     )
-    return tensors + len(inner) > 0 and others <= tensors + len(inner)
+    return tensors + len(inner) > unread and others - unread <= tensors + len(inner)
 
 
 def is_average_list(node: Any) -> bool:

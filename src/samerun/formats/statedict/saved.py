@@ -10,6 +10,7 @@ from typing import Any
 from samerun.core.state import RecordedProgress, Topology
 from samerun.errors import Problem
 from samerun.formats.statedict.recognise import (
+    EXTRA_STATE,
     is_average_list,
     is_averaged_model,
     is_loader,
@@ -24,6 +25,7 @@ from samerun.formats.statedict.recognise import (
     looks_random,
     split_average_list,
 )
+from samerun.formats.statedict.records import unread_tensor
 from samerun.formats.statedict.stored import Stored
 from samerun.formats.statedict.swapped import swap_back
 from samerun.formats.torchfile.values import Inert
@@ -51,7 +53,8 @@ class SavedModel:
 class SavedState:
     """The parts of a checkpoint. Names are dotted and as saved; values may hold `Stored` tensors.
 
-    `averages` are those of a model that were saved as lists, without names.
+    `averages` are those of a model that were saved as lists, without names; `unread` are tensors that no reader
+    understands, with their kind.
     """
 
     models: list[SavedModel] = field(default_factory=list[SavedModel])
@@ -65,6 +68,7 @@ class SavedState:
     topology: Topology = field(default_factory=Topology)
     written_by: dict[str, str] = field(default_factory=dict[str, str])
     unknown: set[str] = field(default_factory=set[str])
+    unread: dict[str, str] = field(default_factory=dict[str, str])
     problems: list[Problem] = field(default_factory=list[Problem])
     files: list[Path] = field(default_factory=list[Path])
 
@@ -140,9 +144,12 @@ def _add_model(saved: SavedState, name: str, node: Mapping[str, Any]) -> None:
     if averaged:
         saved.objects[f"{name}.n_averaged" if name else "n_averaged"] = tensors.pop("n_averaged")
     saved.models.append(SavedModel(name, tensors, average=averaged or looks_averaged(name)))
-    for key, item in node.items():
-        if not isinstance(item, Stored | Mapping) and item is not None:
-            saved.objects[f"{name}.{key}" if name else key] = item
+    for key, item in _beside(node):
+        full = f"{name}.{key}" if name else key
+        saved.objects[full] = item
+        kind = None if key.endswith(EXTRA_STATE) else unread_tensor(item)
+        if kind is not None:
+            saved.unread[full] = kind
 
 
 def _tensors(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Stored]]:
@@ -151,6 +158,15 @@ def _tensors(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, S
             yield prefix + key, item
         elif isinstance(item, Mapping):
             yield from _tensors(item, f"{prefix}{key}.")
+
+
+def _beside(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields what a model's state dict holds beside tensors, under its names in the model."""
+    for key, item in node.items():
+        if isinstance(item, Mapping):
+            yield from _beside(item, f"{prefix}{key}.")
+        elif not isinstance(item, Stored) and item is not None:
+            yield prefix + key, item
 
 
 def _module(name: str, node: Inert) -> SavedModel:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from samerun.core.dtype import DTYPES
 from samerun.formats.torchfile.stubs import Stub
-from samerun.formats.torchfile.values import Inert, TensorRef
+from samerun.formats.torchfile.values import PICKLED_TENSOR, Inert, TensorRef
 
 if TYPE_CHECKING:
     from samerun.formats.torchfile.plain import Converter
@@ -66,7 +66,11 @@ def _tensor(converter: Converter, storage: Any, offset: Any, shape: Any, strides
     return TensorRef(key, kind, offset, sizes, steps, count)
 
 
-def _tensor_v2(converter: Converter, made: dict[str, Any]) -> TensorRef:
+def _tensor_v2(converter: Converter, made: dict[str, Any]) -> Any:
+    storage = made["args"][0]
+    if isinstance(storage, Stub) and type(storage).qualified_name == "torch.storage._load_from_bytes":
+        converter.meet(PICKLED_TENSOR)
+        return Inert(PICKLED_TENSOR, tuple(converter.plain(arg) for arg in made["args"][1:3]))
     return _tensor(converter, *made["args"][:4])
 
 
@@ -145,16 +149,19 @@ def _complex(converter: Converter, made: dict[str, Any]) -> complex:
     return complex(float(real), float(imaginary))
 
 
+_PLAIN_KINDS = "biufcSU"  # of NumPy's kinds of elements: no objects, structures, times or types of other packages
+
+
 def _array_type(value: Any) -> Any:
-    """Returns the NumPy dtype that a stub of `numpy.dtype` describes. Objects and structures are refused."""
+    """Returns the NumPy dtype that a stub of `numpy.dtype` describes, None for one that is no plain number or text."""
     import numpy as np
 
     if not isinstance(value, Stub) or type(value).qualified_name != "numpy.dtype":
         raise ValueError("an array has no element type")
     made = vars(value)
     kind = np.dtype(made["args"][0]) if isinstance(made["args"][0], str) else np.dtype("O")
-    if kind.hasobject or kind.fields is not None or kind.subdtype is not None:
-        raise ValueError(f"arrays of {kind} are not read")
+    if kind.kind not in _PLAIN_KINDS or kind.type in (np.longdouble, np.clongdouble):
+        return None
     state = made["state"]
     return kind.newbyteorder(state[1]) if isinstance(state, tuple) and len(state) > 1 and state[1] in "<>" else kind
 
@@ -167,11 +174,21 @@ def _array_bytes(converter: Converter, value: Any) -> bytes:
     return data
 
 
+def _unread_array(converter: Converter, kind: Any, *parts: Any) -> Inert:
+    """Returns the record of an array whose elements are not read: its element type, and what it was built from."""
+    name = f"numpy.ndarray of {converter.plain(kind)}"
+    converter.meet(name)
+    return Inert(name, tuple(converter.plain(part) for part in parts))
+
+
 def _array(converter: Converter, made: dict[str, Any]) -> Any:
     import numpy as np
 
     _, shape, kind, fortran, data = made["state"]
-    array = np.frombuffer(_array_bytes(converter, data), _array_type(kind))
+    found = _array_type(kind)
+    if found is None:
+        return _unread_array(converter, kind, shape, data)
+    array = np.frombuffer(_array_bytes(converter, data), found)
     return array.reshape(_sizes(shape), order="F" if fortran else "C").astype(array.dtype.newbyteorder("="))
 
 
@@ -179,7 +196,10 @@ def _array_from_buffer(converter: Converter, made: dict[str, Any]) -> Any:
     import numpy as np
 
     data, kind, shape, order = made["args"][:4]
-    array = np.frombuffer(_array_bytes(converter, data), _array_type(kind))
+    found = _array_type(kind)
+    if found is None:
+        return _unread_array(converter, kind, shape, data)
+    array = np.frombuffer(_array_bytes(converter, data), found)
     return array.reshape(_sizes(shape), order="F" if order == "F" else "C").astype(array.dtype.newbyteorder("="))
 
 
@@ -187,7 +207,10 @@ def _array_scalar(converter: Converter, made: dict[str, Any]) -> Any:
     import numpy as np
 
     kind, data = made["args"][:2]
-    found = np.frombuffer(_array_bytes(converter, data), _array_type(kind))
+    element = _array_type(kind)
+    if element is None:
+        return _unread_array(converter, kind, (), data)
+    found = np.frombuffer(_array_bytes(converter, data), element)
     if found.size != 1:
         raise ValueError("a NumPy scalar does not hold one value")
     return found[0].item()

@@ -20,7 +20,10 @@ from samerun.formats.torchfile.stubs import RestrictedUnpickler
 from samerun.formats.torchfile.unpickle import DECODING_ERRORS, Decoded, broken_pickle
 from samerun.stores.remote import Buffer
 
-MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+_NUMBER = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+MAGIC = b"\x80\x02" + _NUMBER
+# The same in the protocols that torch.save takes as `pickle_protocol`: from 4 on in a frame, whose length comes first.
+_MAGICS = (MAGIC, b"\x80\x03" + _NUMBER, *(bytes((0x80, n, 0x95, len(_NUMBER), *(0,) * 7)) + _NUMBER for n in (4, 5)))
 _PROTOCOL = 1001
 _FIRST_WINDOW_BYTES = 1 << 16
 _MAX_STORAGES = 10_000_000
@@ -34,7 +37,7 @@ _OTHER_WIDTHS = {
 
 def is_legacy(buffer: Buffer) -> bool:
     """Whether a file begins like the legacy container."""
-    return bytes(buffer[: len(MAGIC)]) == MAGIC
+    return bytes(buffer[: len(_MAGICS[-1])]).startswith(_MAGICS)
 
 
 def read_legacy(buffer: Buffer, file: Path) -> tuple[Archive, Decoded, tuple[Problem, ...]]:
@@ -48,7 +51,8 @@ def read_legacy(buffer: Buffer, file: Path) -> tuple[Archive, Decoded, tuple[Pro
         UnsupportedVersion: for another protocol or for views of storages (before torch 0.4).
     """
     name = str(file)
-    version, position = _decode(buffer, len(MAGIC), name)
+    _, position = _decode(buffer, 0, name)
+    version, position = _decode(buffer, position, name)
     if version.value != _PROTOCOL:
         raise UnsupportedVersion(_problem(file, f"the legacy container's protocol {version.value!r} is unknown"))
     machine, position = _decode(buffer, position, name)

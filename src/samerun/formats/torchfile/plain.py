@@ -7,7 +7,7 @@ from typing import Any
 from samerun.core.dtype import DTYPES, DType
 from samerun.formats.torchfile.known import KNOWN, RECORDS, is_size
 from samerun.formats.torchfile.stubs import Locked, Persistent, Stub
-from samerun.formats.torchfile.values import Inert, TensorRef
+from samerun.formats.torchfile.values import BACKWARD, Inert, TensorRef
 
 # How many values a decoded pickle may amount to when written out in full, or a few per byte where that is more. A few
 # bytes can refer to one list twice, to that list of two twice, and so on: every later step that visits or prints the
@@ -17,7 +17,7 @@ _VALUES_PER_BYTE = 4
 
 
 class Converter:
-    """Turns stubs into plain data. Shared values are converted once; a value inside itself is refused."""
+    """Turns stubs into plain data. Shared values are converted once; a value inside itself is a record there."""
 
     def __init__(self, num_bytes: int = 0) -> None:
         self.unknown: set[str] = set()
@@ -36,7 +36,8 @@ class Converter:
         if identity in self._done:
             self._amount += self._amounts[identity]
         elif identity in self._open:
-            raise ValueError("a value contains itself")
+            self.meet(BACKWARD)
+            return Inert(BACKWARD)
         else:
             before = self._amount
             self._open.add(identity)

@@ -69,10 +69,13 @@ class RestrictedUnpickler(pickle.Unpickler):
         return found
 
     def _nested(self, owner: Any, inner: Any) -> Any:
-        """Stands in for `getattr`, by which a pickle names a class inside a class. Returns that class's stub."""
+        """Stands in for `getattr`, by which a pickle names a class inside a class, or a method of an object.
+
+        Returns that class's stub, and for a method a record of the call.
+        """
         outer = str(getattr(owner, "qualified_name", "")) if isinstance(owner, Locked) else ""
         if not outer or not isinstance(inner, str) or not inner.isidentifier() or ":" in outer:
-            raise ValueError("a pickle reads an attribute of something that is no class")
+            return _ATTRIBUTE(owner, inner)
         return self._stubs.setdefault((outer, inner), _new_stub((f"{outer}:", inner)))
 
     def persistent_load(self, pid: Any, /) -> Any:
@@ -87,6 +90,7 @@ def _new_stub(name: tuple[str, str]) -> type[Stub]:
     return Locked("Stub", (Stub,), {"qualified_name": f"{module}.{name[1]}"})  # pyright: ignore[reportReturnType]
 
 
+_ATTRIBUTE = _new_stub(("builtins", "getattr"))
 _shared: dict[tuple[str, str], type[Stub]] = {}
 
 

@@ -32,3 +32,10 @@ class TensorRef:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     storage_elements: int
+
+
+BACKWARD = "a value that this one lies in"
+"""The name of the record that stands for a value inside itself: configurations and objects know their parents."""
+
+PICKLED_TENSOR = "tensor saved by pickle and not by torch.save"
+"""The name of the record of a tensor whose storage lies inside a pickle: pickle.dump does that, torch.save does not."""

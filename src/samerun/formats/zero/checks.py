@@ -30,6 +30,7 @@ def check_source(source: Source, names: Names, cutter: Cutter, flat: Flat, secti
         *check_swapped(source, names),
         *check_groups(source),
         *check_owned(source, names),
+        *check_excluded(source),
         *check_layers(source, names),
         *check_experts(source),
         *check_slots(source),
@@ -206,6 +207,29 @@ def _unowned(model: ModelStates, lost: list[str]) -> Problem:
         where={"file": str(model.file.path), "tensor": lost[0]},
         hint="they are trained by nothing and, at stage 3, saved by nothing. Check how the optimizer's groups are made",
     )
+
+
+def check_excluded(source: Source) -> list[Problem]:
+    """Finds what `exclude_frozen_parameters` leaves: at stages 2 and 3 the places of frozen parameters hold None.
+
+    A run without frozen parameters records an empty mapping there. Stage 1 records nothing either way.
+    """
+    without = [
+        model
+        for model in source.models.values()
+        if model.module is not None and model.value.get("frozen_param_shapes", {}) is None
+    ]
+    if source.stage < 2 or not without:
+        return []
+    return [
+        Problem(
+            "SR-ZERO-EXCLUDED",
+            "it was saved without frozen parameters (exclude_frozen_parameters): any that the model has are not here",
+            severity=Severity.WARNING,
+            where={"file": str(without[0].file.path)},
+            hint="the job that resumes must load them from where the run had them, before it loads this",
+        )
+    ]
 
 
 def check_layers(source: Source, names: Names) -> list[Problem]:
