@@ -31,9 +31,9 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config.configs import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
-from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.llama3 import _build_llama3_layers, parallelize_llama
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols.model_spec import ModelSpec

@@ -14,7 +14,10 @@ from support.warm_ranks import warm_launches
 pytest.importorskip("torchtitan")
 pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ARGUMENTS = "--tp {tp} --pp {pp} --batch {global_batch} --at-once {max_microbatch} --steps 100 --dump unused --resume {checkpoint}"
+ARGUMENTS = (
+    "--tp {tp} --pp {pp} --batch {global_batch} --at-once {max_microbatch} --steps 100 --dump unused "
+    "--resume {checkpoint}"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
