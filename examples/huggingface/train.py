@@ -63,11 +63,14 @@ def main() -> None:
     parser.add_argument("--per-device", type=int, default=3, help="samples of one process in one pass")
     parser.add_argument("--accumulation", type=int, default=2, help="passes per update")
     parser.add_argument("--steps", type=int, default=40, help="train up to this update")
+    parser.add_argument("--samples", type=int, help="lines of the text to train on; all by default")
+    parser.add_argument("--drop-last", action="store_true", help="leave out what does not fill an epoch's last batch")
     parser.add_argument("--save-dir", default="checkpoints")
     parser.add_argument("--resume", help="a checkpoint directory")
     args = parser.parse_args()
 
     lines = Lines()
+    lines.lines = lines.lines[: args.samples]
     fixed = {name: torch.stack([lines[i][name] for i in range(4)]) for name in ("input_ids", "labels")}
 
     def evaluate(model: LlamaForCausalLM) -> dict[str, Tensor]:
@@ -82,6 +85,7 @@ def main() -> None:
         max_steps=args.steps,
         save_steps=args.steps,
         logging_steps=5,
+        dataloader_drop_last=args.drop_last,
         learning_rate=3e-3,
         weight_decay=0.1,
         lr_scheduler_type="inverse_sqrt",  # its rate does not depend on the last step

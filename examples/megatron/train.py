@@ -74,7 +74,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--untie-embeddings-and-output-weights", action="store_true")
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16, with float32 masters")
     parser.add_argument("--fp16", action="store_true", help="train in float16, with float32 masters and a loss scale")
-    parser.add_argument("--initial-loss-scale", type=float, default=2.0**16)
+    parser.add_argument("--initial-loss-scale", type=float, default=2.0**11)
     parser.add_argument("--loss-scale-window", type=int, default=6, help="updates after which the scale grows")
     parser.add_argument("--micro-batch-size", type=int, default=3)
     parser.add_argument("--global-batch-size", type=int, default=12)
@@ -242,11 +242,12 @@ def own_tokens(batch: Batch) -> int:
 
 def evaluate(args: argparse.Namespace, model: Any, batch: Batch) -> dict[str, Tensor]:
     """Runs fixed examples through the stages; every rank returns what the last one found."""
+    passes = args.pipeline_model_parallel_size if len(model) > 1 else 1  # fewer do not fill virtual stages
     found = get_forward_backward_func()(
         forward_step_func=partial(forward_step, args),
-        data_iterator=[iter([batch]) for _ in model],
+        data_iterator=[iter([batch] * passes) for _ in model],
         model=model,
-        num_microbatches=1,
+        num_microbatches=passes,
         seq_length=args.seq_length,
         micro_batch_size=len(batch.ids),
         forward_only=True,

@@ -131,18 +131,21 @@ def megatron_swap_experts() -> None:
     _after_loading_megatron(change)
 
 
-def megatron_deal_in_order() -> None:
-    """Sequences are dealt as one stretch per rank, where the model expects two, from both ends."""
-    sys.path.insert(0, str(Path(sys.argv[1]).parent))
-    import on_cpu  # pyright: ignore[reportMissingImports]
+def megatron_forget_scale() -> None:
+    """The gradient scaler begins again."""
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-    on_cpu.use_cpu()
-    import parts  # pyright: ignore[reportMissingImports]
-    from megatron.core import parallel_state as mpu
+    DynamicGradScaler.load_state_dict = lambda self, state_dict: None
 
-    parts.own_part = lambda tensor: tensor.chunk(mpu.get_context_parallel_world_size(), dim=1)[
-        mpu.get_context_parallel_rank()
-    ]
+
+def megatron_positions_in_order() -> None:
+    """A context-parallel rank takes the positions of one stretch for its two stretches, from both ends."""
+    import megatron.core.models.common.embeddings.rotary_pos_embedding as rotary
+
+    def in_order(pos_emb: Any, seq_dim: int, cp_group: Any) -> Any:
+        return pos_emb.chunk(cp_group.size(), seq_dim)[cp_group.rank()]
+
+    rotary.get_pos_emb_on_this_cp_rank = in_order
 
 
 def megatron_swap_layers() -> None:
@@ -178,24 +181,16 @@ def torchtitan_swap_layers() -> None:
     """Layers that another stage had come in the wrong order."""
     sys.path.insert(0, str(Path(sys.argv[1]).parent))
     import on_cpu  # pyright: ignore[reportMissingImports] # noqa: F401
-    import torch
-    from torchtitan.trainer import Trainer
+    from torchtitan.components.checkpointer.base import ModelWrapper
 
-    starts = Trainer.should_continue_training
+    original = ModelWrapper.load_state_dict
 
-    def after_loading(self: Any) -> bool:
-        if not hasattr(self, "swapped"):
-            self.swapped = True
-            weights = dict(self.model_parts[0].named_parameters())
-            with torch.no_grad():
-                for name in [name for name in weights if name.startswith("layers.0.")]:
-                    other = weights[name.replace("layers.0.", "layers.1.")]
-                    kept = other.detach().clone()
-                    other.copy_(weights[name])
-                    weights[name].copy_(kept)
-        return starts(self)
+    def load(self: Any, state: dict[str, Any]) -> None:
+        swapped = str.maketrans("01", "10")
+        layers = {name: tensor.clone() for name, tensor in state.items() if name.startswith("layers.")}
+        original(self, state | {name[:8].translate(swapped) + name[8:]: tensor for name, tensor in layers.items()})
 
-    Trainer.should_continue_training = after_loading
+    ModelWrapper.load_state_dict = load
 
 
 def restart_data() -> None:
@@ -217,7 +212,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "megatron-miscount-steps": megatron_miscount_steps,
     "megatron-swap-halves": megatron_swap_halves,
     "megatron-swap-experts": megatron_swap_experts,
-    "megatron-deal-in-order": megatron_deal_in_order,
+    "megatron-forget-scale": megatron_forget_scale,
+    "megatron-positions-in-order": megatron_positions_in_order,
     "megatron-swap-layers": megatron_swap_layers,
     "torchtitan-forget-optimizer": torchtitan_forget_optimizer,
     "torchtitan-swap-layers": torchtitan_swap_layers,

@@ -136,7 +136,7 @@ def _example(name: str) -> Iterator[dict[str, Any]]:
         for module, names in zip(stubbed, before, strict=True):
             vars(module).update(names)
         sys.path[:] = path
-        for name in {"on_cpu", "data", "model"} - modules:
+        for name in {"on_cpu", "data", "model", "parts"} - modules:
             sys.modules.pop(name, None)
 
 

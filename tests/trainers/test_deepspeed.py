@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +28,10 @@ def warm() -> Iterator[None]:
 
 
 def move(folder: Path, stage: int, ranks: int, to: int, *flags: str) -> Move:
-    """Trains 12 samples an update on `ranks` ranks and moves the run to `to` ranks through a converted checkpoint."""
+    """Trains 12 samples an update on `ranks` ranks and moves the run to `to` ranks through a converted checkpoint.
+
+    The controls resume what DeepSpeed saved on the ranks that saved it, once in other microbatches.
+    """
     moved = new_move(folder, "deepspeed")
     moved.train(
         *(ranks, "--stage", stage, "--at-once", 3, "--passes", 4 // ranks, "--steps", 8, "--save-dir", "saved", *flags)
@@ -42,7 +47,16 @@ def move(folder: Path, stage: int, ranks: int, to: int, *flags: str) -> Move:
     moved.manifest.write_text("\n".join([*kept, "convert: {to: zero}", ""]))
     result = moved.run()
     assert result.verdict.decision == "promote", wrongly(result)
+    native, converted = (measured(moved, name) for name in ("02-control", "03-load"))
+    assert native["controls"] == ["first", "repeat-2"]
+    assert native["tensors"] == converted["tensors"] > 0
+    assert native["state"] == converted["state"]  # one digest of all values
     return moved
+
+
+def measured(moved: Move, stage: str) -> dict[str, Any]:
+    """Returns what a stage found of what the job had loaded."""
+    return json.loads((moved.rundir.stage(stage) / "result.json").read_text())["measured"]
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +65,25 @@ def promoted(tmp_path_factory: pytest.TempPathFactory) -> Move:
     return move(tmp_path_factory.mktemp("zero3"), 3, 4, 3)
 
 
-@pytest.mark.parametrize(("stage", "flags"), [(1, ()), (2, ()), (2, ("--bf16",))], ids=["1", "2", "2-bf16"])
-def test_two_ranks_to_four(tmp_path: Path, stage: int, flags: tuple[str, ...]) -> None:
-    move(tmp_path, stage, 2, 4, *flags)
+MOVES = {
+    "1, 4 to 3": (1, 4, 3),
+    "1, 2 to 4": (1, 2, 4),
+    "2, 4 to 3": (2, 4, 3),
+    "2, 2 to 4, bf16": (2, 2, 4, "--bf16"),
+    "3, 2 to 4": (3, 2, 4),
+}
+
+
+@pytest.mark.parametrize("case", MOVES.values(), ids=MOVES)
+def test_another_number_of_ranks(case: tuple[Any, ...], tmp_path: Path) -> None:
+    move(tmp_path, *case)
+
+
+def test_a_native_resume_without_the_optimizer(promoted: Move, tmp_path: Path) -> None:
+    """On the ranks that saved, as the control: it is judged like any other."""
+    result = promoted.copy(tmp_path / "move").run(fault="deepspeed-forget-optimizer", stage="02-control")
+    assert result.verdict.decision != "promote"
+    assert "SR-LOAD-OPT-RESET" in codes(result), wrongly(result)
 
 
 def test_an_optimizer_that_is_not_restored(promoted: Move, tmp_path: Path) -> None:

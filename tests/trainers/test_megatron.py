@@ -18,6 +18,8 @@ pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.framework, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
 REWRITTEN = {"to": "megatron"}
+EXPERTS = ("--num-experts", "6")
+PRECISIONS = {"--bf16": "bfloat16", "--fp16": "float16"}
 UNEVEN = ("--decoder-first-pipeline-num-layers", "1")
 DEGREES = (
     "--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} "
@@ -45,7 +47,7 @@ def prepare(folder: Path, source: str, to: str, *flags: str, convert: dict[str, 
         batch__max_microbatch=2,
         run__optimizer="FusedAdam",
         progress__scheduler=None,
-        run__precision="bfloat16" if "--bf16" in flags else "float32",
+        run__precision=next((name for flag, name in PRECISIONS.items() if flag in flags), "float32"),
     )
     kept = [line for line in moved.manifest.read_text().splitlines() if not line.startswith("convert:")]
     moved.manifest.write_text("\n".join([*kept, f"convert: {json.dumps(convert)}", ""]))
@@ -78,16 +80,43 @@ def on_three_replicas(tmp_path_factory: pytest.TempPathFactory) -> Move:
     return move(tmp_path_factory.mktemp("dp"), "dp_shard=2", "dp_shard=3", "--bf16")
 
 
-EXPERTS = ("--num-experts", "6")
-
-
 @pytest.fixture(scope="module")
 def experts_on_three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Move:
     """Six experts spread over two ranks to three, promoted."""
     return move(tmp_path_factory.mktemp("ep"), "dp_shard=2,ep=2", "dp_shard=3,ep=3", *EXPERTS)
 
 
-@pytest.mark.parametrize("name", ["without_tensor_parallelism", "without_stages", "on_three_replicas"])
+@pytest.fixture(scope="module")
+def over_positions(tmp_path_factory: pytest.TempPathFactory) -> Move:
+    """Two replicas to one whose two ranks share the positions of every sequence, promoted."""
+    return move(tmp_path_factory.mktemp("cp"), "dp_shard=2", "cp=2")
+
+
+@pytest.fixture(scope="module")
+def without_virtual_stages(tmp_path_factory: pytest.TempPathFactory) -> Move:
+    """Two pipeline ranks of two chunks each to one, promoted."""
+    flags = ("--num-layers", "4", "--hidden-size", "32", "--virtual-pipeline-model-parallel-size", "2")
+    return move(tmp_path_factory.mktemp("vpp"), "pp=2", "pp=1", *flags)
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Move:
+    """Two replicas in fp16 to three: a loss scale, and updates that it skips; promoted."""
+    return move(tmp_path_factory.mktemp("fp16"), "dp_shard=2", "dp_shard=3", "--fp16")
+
+
+MOVES = (
+    "without_tensor_parallelism",
+    "without_stages",
+    "on_three_replicas",
+    "experts_on_three_ranks",
+    "over_positions",
+    "without_virtual_stages",
+    "scaled",
+)
+
+
+@pytest.mark.parametrize("name", MOVES)
 def test_the_gradient_of_every_parameter_is_seen(name: str, request: pytest.FixtureRequest) -> None:
     """What the bridge reads out of Megatron's buffers, parameter by parameter, adds up to Megatron's own norm."""
     moved: Move = request.getfixturevalue(name)
@@ -105,8 +134,12 @@ def test_the_gradient_of_every_parameter_is_seen(name: str, request: pytest.Fixt
 
 
 def test_a_checkpoint_that_megatron_does_not_move(tmp_path: Path) -> None:
-    """Flat optimizer state, which Megatron loads at the degree of tensor parallelism that wrote it, is rewritten."""
-    moved = move(tmp_path, "tp=2", "tp=1", "--optimizer-encoding", "dp_reshardable", convert=REWRITTEN)
+    """Flat optimizer state, which Megatron loads at the degree of tensor parallelism that wrote it, is rewritten.
+
+    So is that of experts that are spread, whose optimizer of their own is not there where they are not.
+    """
+    flags = (*EXPERTS, "--optimizer-encoding", "dp_reshardable")
+    moved = move(tmp_path, "dp_shard=2,tp=2,ep=2", "tp=1", *flags, convert=REWRITTEN)
     assert "dp_reshardable" in moved.samerun("inspect", "saved", "--json")
 
 
@@ -131,6 +164,27 @@ def test_halves_joined_the_wrong_way(without_tensor_parallelism: Move, tmp_path:
     assert result.verdict.decision == "reject"
     assert codes(result) == {"SR-LOAD-PARAM"}, wrongly(result)
     assert all("linear_fc1" in problem.where["tensor"] for problem in result.verdict.reasons)
+
+
+def test_experts_in_the_wrong_order(experts_on_three_ranks: Move, tmp_path: Path) -> None:
+    result = experts_on_three_ranks.copy(tmp_path / "move").run(fault="megatron-swap-experts", stage="03-load")
+    assert result.verdict.decision == "reject"
+    assert codes(result) == {"SR-LOAD-PARAM"}, wrongly(result)
+    assert all(".experts." in problem.where["tensor"] for problem in result.verdict.reasons)
+
+
+def test_positions_that_another_rank_has(over_positions: Move, tmp_path: Path) -> None:
+    """Nothing that is saved tells: the weights are right, and the function is another one."""
+    result = over_positions.copy(tmp_path / "move").run(fault="megatron-positions-in-order", stage="04-eval")
+    assert result.verdict.decision == "reject"
+    assert "SR-EVAL-LOGITS" in codes(result), wrongly(result)
+
+
+def test_a_loss_scale_that_starts_anew(scaled: Move, tmp_path: Path) -> None:
+    result = scaled.copy(tmp_path / "move").run(fault="megatron-forget-scale", stage="03-load")
+    assert result.verdict.decision == "reject"
+    assert codes(result) == {"SR-LOAD-OBJECT"}, wrongly(result)
+    assert {problem.where["key"].partition(".")[0] for problem in result.verdict.reasons} == {"scaler"}
 
 
 def test_layers_in_the_wrong_order(without_stages: Move, tmp_path: Path) -> None:

@@ -132,6 +132,43 @@ def test_a_lightning_trainer_with_other_passes_is_named() -> None:
             trainer.fit(names["module"], loader)
 
 
+@pytest.mark.parametrize(
+    ("samples", "dealt", "said"),
+    [
+        (29, {"last_batch": "keep"}, "the last update of an epoch has 5 samples"),
+        (24, {"last_batch": "keep"}, None),
+        (29, {"last_batch": "carry"}, None),
+        (29, {"last_batch": "drop"}, None),
+        (29, {"last_batch": "drop", "global_batch": 13}, "they hold from 2 to 3 samples"),
+    ],
+)
+def test_passes_of_several_sizes_are_named(samples: int, dealt: dict[str, Any], said: str | None) -> None:
+    """Lightning weighs them alike; epochs end twice within six updates."""
+    pytest.importorskip("lightning")
+    with names_for("lightning") as names:
+        from samerun.integrations.lightning import SamerunCallback, WithSampleIds
+        from samerun.train import ElasticSampler
+
+        def fit(**callback: Any) -> list[int]:
+            batch = {"global_batch": 12, "replicas": 1, "replica": 0, "max_microbatch": 3, **dealt}
+            sampler = ElasticSampler(samples, **batch)
+            loader = names["DataLoader"](WithSampleIds(names["dataset"]), batch_sampler=sampler)
+            trainer = names["Trainer"](
+                accelerator="cpu", max_steps=6, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                use_distributed_sampler=False, accumulate_grad_batches=sampler.dealing.passes,
+                enable_model_summary=False, callbacks=[SamerunCallback(sampler, **callback)],
+            )  # fmt: skip
+            trainer.fit(names["module"], loader)
+            return [trainer.global_step, sampler.committed.update]
+
+        if said is None:
+            assert fit() == [6, 6]
+        else:
+            with pytest.raises(UsageError, match=said):
+                fit()
+            assert fit(weighted=True) == [6, 6]
+
+
 def _prepare(rank: int, world_size: int) -> list[list[str]]:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -198,14 +235,22 @@ def test_what_the_megatron_bridge_does_not_cover() -> None:
 
         model, optimizer = names["model"], names["optimizer"]
         assert check_optimizer(optimizer) == []
-        assert check_chunks([model.module]) == []
+        assert check_chunks([chunk.module for chunk in model]) == []
         logical = RecordedModel(model, vocab_size=names["args"].vocab_size)
         assert RecordedOptimizer(optimizer, logical).param_groups[0]["params"]
-        optimizer.chained_optimizers *= 2
-        with pytest.raises(UsageError, match=r"SR-REC-USE.*chain of several optimizers"):
-            RecordedOptimizer(optimizer, logical)
-        model.module.config.num_moe_experts = 4
-        with pytest.raises(UsageError, match=r"SR-REC-USE.*mixture of experts"):
+        one = optimizer.chained_optimizers[0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(one.config, "use_precision_aware_optimizer", True)
+            with pytest.raises(UsageError, match=r"SR-REC-USE.*precision-aware"):
+                RecordedOptimizer(optimizer, logical)
+        with pytest.MonkeyPatch.context() as patch:  # experts that are spread, in fp16
+            patch.setattr(one, "grad_scaler", object())
+            assert check_optimizer(optimizer) == []
+            patch.setattr(optimizer, "chained_optimizers", [one, one])
+            with pytest.raises(UsageError, match=r"SR-REC-USE.*a loss scale with several optimizers"):
+                RecordedOptimizer(optimizer, logical)
+        del model[0].module.decoder
+        with pytest.raises(UsageError, match=r"SR-REC-USE.*without `decoder`"):
             RecordedModel(model, vocab_size=names["args"].vocab_size)
 
 
@@ -218,6 +263,6 @@ def test_what_the_torchtitan_bridge_does_not_cover() -> None:
         assert check_trainer(config) == []
         config.dataloader.global_batch = 24
         assert [problem.found for problem in check_trainer(config)] == [24]
-        config.parallelism.pipeline_parallel_degree = 2
-        with pytest.raises(UsageError, match=r"SR-REC-USE.*pipeline_parallel_degree"):
+        config.parallelism.context_parallel_degree = 2
+        with pytest.raises(UsageError, match=r"SR-REC-USE.*context_parallel_degree"):
             RecordedTrainer(config)

@@ -45,12 +45,14 @@ class SamerunCallback(Callback):
     update.
 
     Args:
-        sampler: the batch sampler of the training loader. Its updates all make `accumulate_grad_batches` passes:
-            `last_batch="drop"` or `"carry"`.
+        sampler: the batch sampler of the training loader. Its updates all make `accumulate_grad_batches` passes over
+            microbatches of one size, which Lightning weighs alike: `last_batch="drop"` or `"carry"`, and a batch that
+            is dealt evenly.
         evaluate: given the module, returns losses and logits of a few fixed examples, as for `Recorder.evaluate`.
         ids: reads the sample ids out of a batch; by default its `sample_ids` (`WithSampleIds`).
         layout: how the ranks are arranged; by default what the model shows.
         ledger: keeps a record of the run itself there.
+        weighted: the module's loss itself weighs each pass by its samples, so that they may be of several sizes.
     """
 
     def __init__(
@@ -61,10 +63,11 @@ class SamerunCallback(Callback):
         ids: Callable[[Any], Any] | None = None,
         layout: Layout | Mapping[str, int] | str | None = None,
         ledger: str | Path | None = None,
+        weighted: bool = False,
     ) -> None:
         self.recorder = Recorder.from_env(ledger)
         self.sampler = sampler
-        self._evaluate, self._layout = evaluate, layout
+        self._evaluate, self._layout, self._weighted = evaluate, layout, weighted
         self._read_ids: Callable[[Any], Any] = ids or itemgetter(SAMPLE_IDS)
         self._ids: list[int | str] = []
 
@@ -89,6 +92,12 @@ class SamerunCallback(Callback):
             raise misuse(
                 f"the sampler deals an update in {expected} passes, and the Trainer steps after {found}",
                 "Trainer(accumulate_grad_batches=sampler.dealing.passes)",
+            )
+        if not self._weighted and (uneven := _uneven(self.sampler)):
+            raise misuse(
+                f"Lightning gives every pass of every process the same weight, and {uneven}",
+                "last_batch='drop' or 'carry' and a batch that divides evenly; or a loss that weighs each pass by its "
+                "samples itself, and SamerunCallback(weighted=True)",
             )
         _begin_update(trainer.fit_loop.epoch_loop)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -138,6 +147,16 @@ class SamerunCallback(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Called by Lightning when fitting ends."""
         self.recorder.close()
+
+
+def _uneven(sampler: ElasticSampler) -> str | None:
+    """Says how passes differ in their samples, or returns None if all have as many."""
+    sizes = [size for row in sampler.dealing.microbatches for size in row]
+    if min(sizes) != max(sizes):
+        return f"they hold from {min(sizes)} to {max(sizes)} samples"
+    if sampler.last_batch == "keep" and (rest := sampler.order.num_samples(0) % sampler.global_batch):
+        return f"the last update of an epoch has {rest} samples"
+    return None
 
 
 def _begin_update(epoch_loop: Any) -> None:

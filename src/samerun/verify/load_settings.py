@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _RATES = frozenset({"lr", "initial_lr", "max_lr", "min_lr"})
 _SEMANTICS = frozenset({"amsgrad", "maximize", "decoupled_weight_decay", "nesterov", "decoupled"})
-# How a step is carried out, not what it computes (up to rounding).
-_EXECUTION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+# How a step is carried out, not what it computes (up to rounding). Megatron's says which ranks share a group's state.
+_EXECUTION = frozenset({"foreach", "fused", "capturable", "differentiable", "is_expert_parallel"})
 _COUNTERS = frozenset({"step"})
 _MOST_NAMES = 3
 

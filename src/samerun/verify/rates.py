@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from samerun.core.tolerance import deviation
 from samerun.errors import Problem
@@ -22,9 +23,7 @@ def check_rates(pairs: Sequence[tuple[ObservedUpdate, ObservedUpdate]], plan: Wi
         return []
     for control, candidate in pairs:
         expected = tuple(rate * plan.rate_factor for rate in control.lr)
-        if len(expected) != len(candidate.lr) or any(
-            not _rate_agrees(a, b, plan) for a, b in zip(expected, candidate.lr, strict=True)
-        ):
+        if not _rates_agree(expected, candidate.lr, plan):
             return [
                 Problem(
                     "SR-UPD-LR",
@@ -36,6 +35,17 @@ def check_rates(pairs: Sequence[tuple[ObservedUpdate, ObservedUpdate]], plan: Wi
                 )
             ]
     return []
+
+
+def _rates_agree(expected: Sequence[float], found: Sequence[float], plan: WindowPlan) -> bool:
+    """Whether every group has its rate.
+
+    Groups may be cut otherwise at another layout: Megatron's experts are one of their own where they are spread over
+    ranks. Which parameter is in which, and at which rate, is compared after loading; here, that no rate is new or gone.
+    """
+    if len(expected) != len(found):
+        expected, found = sorted(set(expected)), sorted(set(found))
+    return len(expected) == len(found) and all(map(partial(_rate_agrees, plan=plan), expected, found))
 
 
 def _rate_agrees(expected: float, found: float, plan: WindowPlan) -> bool:
