@@ -128,18 +128,23 @@ def check_parallel(state: LogicalState, layout: Layout | None, target: str) -> l
     pipeline = own and any(_LAYER.match(fqn) for fqn in fqns)
     staged = pipeline and target == "universal"  # its folders have the pipeline's names, at any number of stages
     if pipeline and held is not None and held.pp > 1 and not staged:
-        problems.append(_parallel("the source is a DeepSpeed pipeline, whose layers lie in files of their own", target))
+        why = "the source is a DeepSpeed pipeline, whose layers lie in files of their own"
+        problems.append(_parallel(why, target, {"key": "pp"}))
     if any(_EXPERT.search(fqn) for fqn in fqns) or (own and held is not None and held.ep > 1):
-        problems.append(_parallel("the source has DeepSpeed's experts, which lie in files of their own", target))
+        experts = next((fqn for fqn in fqns if _EXPERT.search(fqn)), None)
+        why = "the source has DeepSpeed's experts, which lie in files of their own"
+        problems.append(_parallel(why, target, {"tensor": f"param:{experts}"} if experts else {"key": "ep"}))
     if layout is not None and (layout.tp, 1 if staged else layout.pp, layout.ep) != (1, 1, 1):
-        problems.append(_parallel(f"the destination {layout} is cut by tensor, pipeline or expert parallelism", target))
+        why = f"the destination {layout} is cut by tensor, pipeline or expert parallelism"
+        problems.append(_parallel(why, target, {"key": "layout"}))
     return problems
 
 
-def _parallel(what: str, target: str) -> Problem:
+def _parallel(what: str, target: str, where: Mapping[str, Any]) -> Problem:
     return Problem(
         "SR-DSW-PARALLEL",
         f"{what}; `{target}` is not written for that",
+        where=where,
         hint="no engine would load it, so --allow does not help. Convert to dcp or safetensors, which hold every "
         "tensor whole under its name, and load from there",
     )
