@@ -222,8 +222,8 @@ def _steps() -> Problem:
         "at stage 3, load_universal gives one step tensor to all sub-groups, which then count it up together",
         severity=Severity.WARNING,
         where={"key": STEP},
-        hint="after loading: `for state in engine.optimizer.optimizer.state.values(): state['step'] = state['step'] + 0`"
-        ", which makes each its own. Stages 1 and 2, and `--to zero`, need none",
+        hint="after loading: `for state in engine.optimizer.optimizer.state.values(): state['step'] = "
+        "state['step'] + 0`, which makes each its own. Stages 1 and 2, and `--to zero`, need none",
     )
 
 
