@@ -71,7 +71,7 @@ def _into_huggingface(
     for package, job, degrees in jobs:
         for ranks in degrees:
             one = {**row, "loaded_by": f"{package} {version(package)}", "layout": f"{ranks} ranks"}
-            yield _loaded(one, truth, lambda ranks=ranks, job=job: run_ranks(ranks, job, moved, build, timeout=300)[0])
+            yield _loaded(one, truth, lambda ranks=ranks, job=job: run_ranks(ranks, job, moved, build, timeout=900)[0])
 
 
 def _loaded(row: Row, truth: Any, load: Callable[[], Any]) -> Row:
@@ -141,7 +141,7 @@ def _into_engine(row: Row, truth: Any, moved: Path, stage: int, shape: dict[str,
 
     row["loaded_by"] = f"DeepSpeed {version('deepspeed')}"
     rest = (moved, stage, row["to"] == "universal", True, shape)
-    return _loaded(row, truth, lambda: run_ranks(3, llamajob.resume_engine, *rest, timeout=300)[0])
+    return _loaded(row, truth, lambda: run_ranks(3, llamajob.resume_engine, *rest, timeout=900)[0])
 
 
 def _at_stage(stage: int) -> Any:

@@ -144,3 +144,14 @@ def test_without_the_option_everything_travels(shared_source: Path, tmp_path: Pa
     assert set(weights.state.tensors) < set(whole.state.tensors)
     for checkpoint in (whole, weights):
         checkpoint.close()
+
+
+def test_a_source_of_weights_alone_needs_no_decision(tmp_path: Path) -> None:
+    export = Path(__file__).parents[1] / "golden" / "maps" / "llama-gqa" / "hf"
+    checkpoint = open_checkpoint(export)
+    with pytest.raises(UndecidedError, match="SR-OPT-MISSING"):
+        prepare(checkpoint, tmp_path / "run", to="dcp")
+    carry_out(prepare(checkpoint, tmp_path / "weights", to="dcp", weights_only=True))
+    written = open_checkpoint(tmp_path / "weights")
+    assert written.state.tensors.keys() == checkpoint.state.tensors.keys()
+    checkpoint.close()

@@ -358,5 +358,5 @@ RESTORE_STAGE3 = """
 for group, saved in zip(engine.optimizer.param_groups, client["samerun_param_groups"]):
     group.update(saved)
 for state in engine.optimizer.optimizer.state.values():
-    state["step"] = state["step"].clone()
+    state["step"] = state["step"] + 0
 """

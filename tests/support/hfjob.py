@@ -7,6 +7,7 @@ number of ranks takes the same next update up to the rounding of sums.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -82,10 +83,13 @@ def train(
     from support import llamajob
 
     found: dict[str, Any] = {}
+    saved = SAVED
+    if source is not None:
+        saved = int(json.loads((source / "trainer_state.json").read_text())["global_step"])
 
     class Watch(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            if state.global_step == SAVED:
+            if state.global_step == saved:
                 found["saved"] = full_truth(given["model"], given["optimizer"])
                 found["rates"] = learning_rates(given["optimizer"])
                 found["rng"] = torch.get_rng_state().numpy().tobytes()
@@ -93,14 +97,14 @@ def train(
                 found["position"] = given["lr_scheduler"].state_dict()["last_epoch"]
 
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            if state.global_step == NEXT:
+            if state.global_step == saved + 1:
                 found["next"] = full_truth(given["model"], given["optimizer"])
                 control.should_training_stop = True
 
     with tempfile.TemporaryDirectory() as scratch:
         arguments = TrainingArguments(
             output_dir=str(folder or scratch), per_device_train_batch_size=1,
-            gradient_accumulation_steps=SAMPLES // world_size, max_steps=HORIZON, save_steps=SAVED,
+            gradient_accumulation_steps=SAMPLES // world_size, max_steps=saved - SAVED + HORIZON, save_steps=SAVED,
             learning_rate=1e-3, weight_decay=weight_decay, warmup_steps=2, lr_scheduler_type="cosine", use_cpu=True,
             report_to=[], disable_tqdm=True, logging_strategy="no", seed=11, max_grad_norm=0.5,
             save_strategy="steps" if source is None else "no",
@@ -113,8 +117,6 @@ def train(
 
 def shard(rank: int, world_size: int, checkpoint: Path, folder: Path, weight_decay: float) -> None:
     """Saves what a Trainer's checkpoint holds as an FSDP2 job does: DCP, everything by parameter name."""
-    import json
-
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict

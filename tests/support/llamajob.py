@@ -388,4 +388,4 @@ def save(kind: str, folder: Path) -> tuple[Path, Held]:
         (folder / "universal" / "latest_universal").write_text(f"global_step{UPDATES}_universal")
         return folder / "universal", truth
     function, rest, place = SAVES[kind]
-    return folder / place, run_ranks(RANKS, function, folder, *rest, timeout=300)[0]
+    return folder / place, run_ranks(RANKS, function, folder, *rest, timeout=900)[0]

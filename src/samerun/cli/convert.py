@@ -86,7 +86,7 @@ def command(
     samerun convert ckpt/step-1200 moved --to dcp
     samerun convert ds/global_step900 uni --to universal --dry-run
     samerun convert ds/global_step900 model.pt --to torch --weights-only
-    samerun convert meg/iter_0000100 moved --to zero --layout dp=8 --map megatron-to-llama
+    samerun convert meg/iter_0000100 ds --to zero --map megatron-to-llama
     """
     import os
     from contextlib import ExitStack

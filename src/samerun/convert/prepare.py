@@ -32,6 +32,7 @@ from samerun.stores.remote import is_url, original_name
 from samerun.verify.structure import inspect_checkpoint
 
 WRITERS = ("dcp", "torch", "safetensors", "universal", "zero", "megatron", "huggingface")
+_OF_A_RUN = ("SR-OPT-MISSING",)  # no matter where the weights alone are wanted
 _SHAPELESS = ("SR-FSDP1-SHAPES", "SR-FSDP1-BOUNDARIES")
 _SCALAR_BYTES = 64 << 10
 
@@ -113,7 +114,7 @@ def prepare(
         lay_out = partial(lay_out, bare=True) if to == "torch" else lay_out
     dtypes = plan_dtypes(source.state, dtype) if dtype else {}
     trees = fingerprint_source(source.path, ())
-    found = list(inspect_checkpoint(original).problems)
+    found = [p for p in inspect_checkpoint(original).problems if not (weights_only and p.code in _OF_A_RUN)]
     checked = None
     if payloads and isinstance(original, Inspectable):
         checked = (check_read(source) if weights_only else None) or original.check_payloads()

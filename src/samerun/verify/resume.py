@@ -104,7 +104,8 @@ def check_parts(state: LogicalState) -> list[Problem]:
             Problem(
                 "SR-OPT-MISSING",
                 "there is no optimizer state: this can start a run from these weights, not resume one",
-                hint="save the optimizer with the model (get_state_dict), or declare a warm start in the manifest",
+                hint="save the optimizer with the model (get_state_dict), or declare a warm start in the manifest; "
+                "`samerun convert --weights-only` writes the weights as such",
             )
         )
     elif not held["groups"]:

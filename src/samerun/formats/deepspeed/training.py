@@ -138,15 +138,19 @@ def check_parallel(state: LogicalState, layout: Layout | None, target: str) -> l
     pipeline = own and any(_LAYER.match(fqn) for fqn in fqns)
     staged = pipeline and target == "universal"  # its folders have the pipeline's names, at any number of stages
     if pipeline and held.pp > 1 and not staged:
-        problems.append(_parallel("the source is a DeepSpeed pipeline, whose layers lie in files of their own", target))
-    experts = any(expert_of(fqn) is not None for fqn in fqns)
+        why = "the source is a DeepSpeed pipeline, whose layers lie in files of their own"
+        problems.append(_parallel(why, target, {"key": "pp"}))
+    experts = next((fqn for fqn in fqns if expert_of(fqn) is not None), None)
     if experts and (held.tp, held.pp) != (1, 1):
-        problems.append(_parallel("the source has DeepSpeed's experts beside tensor or pipeline parallelism", target))
+        why = "the source has DeepSpeed's experts beside tensor or pipeline parallelism"
+        problems.append(_parallel(why, target, {"tensor": f"param:{experts}"}))
     elif not experts and held.ep > 1:
-        problems.append(_parallel("the source has experts that are parts of fused tensors (AutoEP)", target))
+        why = "the source has experts that are parts of fused tensors (AutoEP)"
+        problems.append(_parallel(why, target, {"key": "ep"}))
     wanted = layout or Layout()
     if (wanted.tp, 1 if staged else wanted.pp, 1 if experts else wanted.ep) != (1, 1, 1):
-        problems.append(_parallel(f"the destination {layout} is cut by tensor, pipeline or expert parallelism", target))
+        why = f"the destination {layout} is cut by tensor, pipeline or expert parallelism"
+        problems.append(_parallel(why, target, {"key": "layout"}))
     ep = (layout or held).ep
     if experts and target == "universal" and ep > 1:
         problems.append(_unnumbered(ep))
@@ -158,6 +162,7 @@ def _unnumbered(ep: int) -> Problem:
         "SR-DSW-EXPERTS",
         f"a rank of a job with ep={ep} looks for its own experts under numbers from 0, so load_universal gives every "
         "rank the first rank's",
+        where={"key": "layout"},
         hint=f"for a job with ep_size=1 write it with a layout that says so (--layout dp_shard=N); for ep={ep} use "
         f"`--to zero --layout dp_shard=N,ep={ep}`",
         expected="ep=1",
@@ -165,10 +170,11 @@ def _unnumbered(ep: int) -> Problem:
     )
 
 
-def _parallel(what: str, target: str) -> Problem:
+def _parallel(what: str, target: str, where: Mapping[str, Any]) -> Problem:
     return Problem(
         "SR-DSW-PARALLEL",
         f"{what}; `{target}` is not written for that",
+        where=where,
         hint="no engine would load it, so --allow does not help. Convert to dcp or safetensors, which hold every "
         "tensor whole under its name, and load from there",
     )

@@ -42,8 +42,11 @@ def _check_names(state: LogicalState, names: set[str]) -> list[Problem]:
             "SR-MGW-NAMES",
             f"{len(odd)} tensors have no name that a Megatron job asks for, the first is {odd[0]}",
             where={"tensor": odd[0]},
+            expected="names such as decoder.layers.mlp.linear_fc2.weight",
+            found=odd[0],
             hint="a source of another framework needs a name map that gives Megatron's stacked names: "
-            "--map inverse:megatron-to-llama; grouped experts are read from torch_dist checkpoints only",
+            "--map inverse:megatron-to-llama,heads=H,groups=G (docs/maps.md; a prefix of the script's own is taken "
+            'off by a --map before it, as in "net.*": "*"); grouped experts are read from torch_dist checkpoints only',
         )
     ]
 

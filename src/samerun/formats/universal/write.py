@@ -225,8 +225,7 @@ def _steps() -> Problem:
         severity=Severity.WARNING,
         where={"key": STEP},
         hint="after loading: `for state in engine.optimizer.optimizer.state.values(): state['step'] = "
-        "state['step'].clone()`. "
-        "Stages 1 and 2, and `--to zero`, need none",
+        "state['step'] + 0`, which makes each its own. Stages 1 and 2, and `--to zero`, need none",
     )
 
 
