@@ -22,7 +22,10 @@ _NUMBER = re.compile(r"\d+\.\w+")  # as likely an update as a rank
 def check_part(file: Path) -> Problem | None:
     """Returns a finding if a file was written as one of several that make up a checkpoint, None otherwise."""
     folder = file.parent
-    names = os.listdir(folder)
+    try:
+        names = os.listdir(folder)
+    except OSError:  # a folder that may be entered and not listed
+        names = [file.name]
     if _DCP.fullmatch(file.name):
         return _part(file, folder, "a data file of a torch.distributed.checkpoint directory")
     if _ZERO.fullmatch(file.name):
