@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -162,6 +163,18 @@ def test_converted_saves_that_do_not_belong_together(tmp_path: Path):
     assert {"SR-UNI-GROUPS", "SR-UNI-VALUES"} <= found["groups"]
     assert "SR-UNI-GROUPS" not in found["steps"]
     assert "SR-UNI-STEP" not in found["groups"]
+
+
+def test_a_conversion_that_goes_by_wrong_slice_maps(tmp_path: Path):
+    """DeepSpeed's own converter, on its own save: round-robin gradients, and nothing else out of order."""
+    folder = unpack(GOLDEN / "universal_z2_rr.tar.xz", tmp_path)
+    report = deep(folder)
+    assert "SR-UNI-ROUNDROBIN" in codes(report)
+    assert report.resumable.verdict == "no"
+    truth, checkpoint = np.load(folder / "truth.npz"), open_checkpoint(folder)
+    moments = [name for name in truth.files if name.startswith("exp_avg/")]
+    found = [checkpoint.read("optim.exp_avg:" + name.partition("/")[2]) for name in moments]
+    assert any(not np.array_equal(one, truth[name]) for name, one in zip(moments, found, strict=True))
 
 
 def test_the_rank_of_a_file_of_stage_3_stays_open_beyond_two(tmp_path: Path):

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 3 generate.py z2_align_rr OUT      # 2 to 4 ranks, see CASES
     python -m deepspeed.checkpoint.ds_to_universal --input_folder OUT/z3_bf16/global_step5 \\
         --output_folder OUT/universal_z3_bf16/uc
-    python generate.py pack OUT z3_still z3_pair      # beside this file; these two are kept packed
+    python generate.py pack OUT z3_still z3_pair universal_z2_rr      # beside this file; these are kept packed
 
 Needs DeepSpeed, which nothing else here does: see PROVENANCE.md.
 """
@@ -43,6 +43,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     ),
     "z3_sub_bf16": (3, 3, {"sub_group_size": 100, **WHOLE}, {"bf16": {"enabled": True}}),
     "z3_bf16": (3, 3, WHOLE, {"bf16": {"enabled": True}}),
+    "z2_rr": (3, 2, {"round_robin_gradients": True}, {"bf16": {"enabled": True}}),
     "z3_still": (3, 3, WHOLE, {"bf16": {"enabled": True}}),
     "z3_pair": (2, 3, WHOLE, {"bf16": {"enabled": True}}),
     "pp2dp2bf16": (4, 1, {}, {"bf16": {"enabled": True}}),
