@@ -25,7 +25,7 @@ CHECKPOINT = TOP / "tests" / "golden" / "docs" / "step-400"
 ZERO = TOP / "tests" / "golden" / "deepspeed" / "z1_bf16opt" / "global_step3"
 PAGES = [TOP / "README.md", *sorted((TOP / "docs").rglob("*.md"))]
 BLOCKS = [block for page in PAGES for block in read_blocks(page)]
-MOST_SKIPPED = 16
+MOST_SKIPPED = 17
 """How many blocks may say that they cannot be executed here. Raise it only with a reason that holds for any machine."""
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from samerun.core.schedule import number_schedulers
 from samerun.core.state import RecordedProgress
@@ -70,8 +70,8 @@ def recognise(tree: Tree) -> Sections:
         listed = [item for item in node if _is_scheduler(last, item)] if isinstance(node, list) else []
         if listed and len(listed) == len(node):
             scheduler = number_schedulers(listed) if scheduler is None else scheduler
-        elif _is_scheduler(last, node):
-            scheduler = node if scheduler is None else scheduler
+        elif isinstance(node, Mapping) and _is_scheduler(last, node):
+            scheduler = cast("Mapping[str, Any]", node) if scheduler is None else scheduler
         elif looks_random(last) and not _is_seed(node):
             rng[name] = node
         elif _DATA.search(last):

@@ -40,7 +40,7 @@ def settle_schedulers(saved: SavedState) -> None:
     """
     kept: list[tuple[str, Any]] = []
     for name, tree in sorted(saved.schedulers, key=lambda item: not item[0].startswith("custom_checkpoint")):
-        if isinstance(tree, Mapping) and (set(tree) == POSITION or any(tree == other for _, other in kept)):
+        if isinstance(tree, Mapping) and (frozenset(tree) == POSITION or any(tree == other for _, other in kept)):
             continue
         kept.append((name, tree))
     saved.schedulers = kept
