@@ -56,7 +56,6 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
-    parser.add_argument("--virtual-pipeline-model-parallel-size", type=int, help="chunks of each pipeline rank")
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--expert-model-parallel-size", type=int, default=1)
     parser.add_argument("--decoder-first-pipeline-num-layers", type=int, help="if stages are not equal")
@@ -93,16 +92,14 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
     args.params_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     args.add_bias_linear = not args.num_experts  # megatron.core 0.16.1 fails with a bias in experts that are not spread
-    if args.pipeline_model_parallel_size == 1:
-        args.virtual_pipeline_model_parallel_size = None
     # Experts beside tensor parallelism need it.
     args.sequence_parallel = bool(args.num_experts) and args.tensor_model_parallel_size > 1
     return args
 
 
 def make_model(args: argparse.Namespace) -> list[DistributedDataParallel]:
-    """Returns this rank's chunks: one, or several where stages are virtual."""
-    stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    """Returns this rank's chunks of the model, of which there is one."""
+    stages = args.pipeline_model_parallel_size
     config = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -122,7 +119,6 @@ def make_model(args: argparse.Namespace) -> list[DistributedDataParallel]:
         pipeline_dtype=args.params_dtype,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=chunks,
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.tensor_model_parallel_size,
@@ -146,26 +142,21 @@ def make_model(args: argparse.Namespace) -> list[DistributedDataParallel]:
     spec = get_gpt_layer_local_spec(num_experts=args.num_experts, normalization="RMSNorm")
     if args.context_parallel_size > 1:
         spec.submodules.self_attention.submodules.core_attention = AttentionOverParts
-    model: list[DistributedDataParallel] = []
-    for chunk in range(chunks or 1):
-        stage = {"ignore_virtual": False, "vp_stage": chunk} if chunks else {}
-        part = GPTModel(
-            config,
-            spec,
-            args.padded_vocab_size,
-            args.seq_length,
-            mpu.is_pipeline_first_stage(**stage),
-            mpu.is_pipeline_last_stage(**stage),
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type="rope",
-            parallel_output=True,
-            vp_stage=chunk if chunks else None,
-        )
-        part = Float16Module(config, part) if args.bf16 or args.fp16 else part
-        sharded = DistributedDataParallelConfig(use_distributed_optimizer=True)
-        model.append(DistributedDataParallel(config, sharded, part, disable_bucketing=chunk > 0))
+    model = GPTModel(
+        config,
+        spec,
+        args.padded_vocab_size,
+        args.seq_length,
+        mpu.is_pipeline_first_stage(),
+        mpu.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        parallel_output=True,
+    )
+    model = Float16Module(config, model) if args.bf16 or args.fp16 else model
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
     config.finalize_model_grads_func = finalize_model_grads
-    return model
+    return [model]
 
 
 def make_optimizer(args: argparse.Namespace, model: list[DistributedDataParallel]) -> Any:
@@ -242,12 +233,11 @@ def own_tokens(batch: Batch) -> int:
 
 def evaluate(args: argparse.Namespace, model: Any, batch: Batch) -> dict[str, Tensor]:
     """Runs fixed examples through the stages; every rank returns what the last one found."""
-    passes = args.pipeline_model_parallel_size if len(model) > 1 else 1  # fewer do not fill virtual stages
     found = get_forward_backward_func()(
         forward_step_func=partial(forward_step, args),
-        data_iterator=[iter([batch] * passes) for _ in model],
+        data_iterator=iter([batch]),
         model=model,
-        num_microbatches=passes,
+        num_microbatches=1,
         seq_length=args.seq_length,
         micro_batch_size=len(batch.ids),
         forward_only=True,
@@ -361,7 +351,6 @@ def main() -> None:
     mpu.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
-        args.virtual_pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         create_gloo_process_groups=True,
@@ -403,7 +392,7 @@ def main() -> None:
         tokens = sum(batch.valid_tokens for batch in batches)
         losses = forward_backward(
             forward_step_func=partial(forward_step, args),
-            data_iterator=[iter(batches) for _ in model],
+            data_iterator=iter(batches),
             model=model,
             num_microbatches=update.passes,
             seq_length=args.seq_length,

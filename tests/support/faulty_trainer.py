@@ -131,13 +131,6 @@ def megatron_swap_experts() -> None:
     _after_loading_megatron(change)
 
 
-def megatron_forget_scale() -> None:
-    """The gradient scaler begins again."""
-    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
-
-    DynamicGradScaler.load_state_dict = lambda self, state_dict: None
-
-
 def megatron_positions_in_order() -> None:
     """A context-parallel rank takes the positions of one stretch for its two stretches, from both ends."""
     import megatron.core.models.common.embeddings.rotary_pos_embedding as rotary
@@ -212,7 +205,6 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "megatron-miscount-steps": megatron_miscount_steps,
     "megatron-swap-halves": megatron_swap_halves,
     "megatron-swap-experts": megatron_swap_experts,
-    "megatron-forget-scale": megatron_forget_scale,
     "megatron-positions-in-order": megatron_positions_in_order,
     "megatron-swap-layers": megatron_swap_layers,
     "torchtitan-forget-optimizer": torchtitan_forget_optimizer,

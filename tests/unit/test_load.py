@@ -313,6 +313,15 @@ def test_objects_that_only_one_side_has(job: toy.Job, found: dict[str, Any]) -> 
     assert codes(untold, Severity.NOTE) == {"SR-LOAD-OBJECT"}
 
 
+def test_a_scaler_that_a_framework_saves_under_its_own_name(job: toy.Job, found: dict[str, Any]) -> None:
+    saved = save(job, objects=lambda objects: {**objects, "optimizer": {"grad_scaler": {"scale": 8.0}}})
+    assert codes(check(saved, found), Severity.NOTE) == {"SR-LOAD-OBJECT"}  # nobody told of it
+    held = {**found["objects"], "scaler": {"scale": 8.0}}
+    assert check(saved, found | {"objects": held}) == []
+    fresh = {**held, "scaler": {"scale": 65536.0}}
+    assert only(check(saved, found | {"objects": fresh}), "SR-LOAD-OBJECT").where["key"] == "scaler.scale"
+
+
 def test_random_state_only_if_it_is_claimed(job: toy.Job, found: dict[str, Any]) -> None:
     state = torch.get_rng_state().numpy()
     same = save(job)

@@ -112,6 +112,37 @@ def test_an_update_that_the_scaler_skips(tmp_path: Path) -> None:
     ]
 
 
+class PatientScale:
+    """A loss scale that stands at the first infinities, as those of Megatron and DeepSpeed do."""
+
+    num_skipped = 0
+
+    def get_scale(self) -> float:
+        return 8.0
+
+
+def test_an_update_that_is_skipped_at_an_unchanged_scale(tmp_path: Path) -> None:
+    recorder, scale = Recorder(tmp_path), PatientScale()
+    model, optimizer = make(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    recorder.attach(model, optimizer, None, scale)
+    recorder.loaded(update=0)
+    for number, skips in enumerate((False, True, False, True)):
+        one_pass(model, recorder, [number])
+        if skips:
+            scale.num_skipped += 1
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    recorder.close()
+    lines = read_trace(tmp_path).lead.updates
+    assert [(line.update, line.skipped, line.sample_ids) for line in lines] == [
+        (1, False, (0,)),
+        (2, True, (1,)),
+        (2, False, (2,)),
+        (3, True, (3,)),
+    ]
+
+
 def test_an_update_is_one_step_of_every_optimizer(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     model, _ = make()

@@ -103,6 +103,15 @@ def test_the_hint_tells_a_shifted_schedule_from_a_scaled_one() -> None:
     assert codes(change(14, lr=make_update(14).lr[:1])) == ["SR-UPD-LR"]
 
 
+def test_groups_that_another_layout_cuts_otherwise() -> None:
+    """Experts of their own where they are spread: one group more, at a rate that another group has too."""
+    first, second = make_update(14).lr
+    assert first != second
+    assert codes(change(14, lr=(first, second, first))) == []
+    assert codes(change(14, lr=(first, second, 3 * first))) == ["SR-UPD-LR"]
+    assert codes(change(14, lr=(first, first, first))) == ["SR-UPD-LR"]
+
+
 def test_declared_schedules_are_compared_as_declared() -> None:
     halved = [make_update(i, lr=tuple(rate / 2 for rate in make_update(i).lr)) for i in range(FIRST, FIRST + COUNT)]
     assert codes(make_observed(*halved), make_plan(rate_factor=0.5)) == []
