@@ -32,7 +32,7 @@ def main() -> None:
 
     from samerun.core.digest import bits_of
     from samerun.stores.crc32 import crc32
-    from samerun.verify.kernel import sum_terms
+    from samerun.verify.state.kernel import sum_terms
 
     num_bytes = args.size << 20
     raw = np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8)

@@ -15,9 +15,9 @@ from samerun.plan.migration import MigrationPlan
 from samerun.runner.assess import assess_evaluation, window_plan
 from samerun.runner.evidence import control_traces, read_controls, read_evaluation, read_observed
 from samerun.runner.rundir import RunDirectory
-from samerun.verify.bands import plan_bands, split_bands, vanishing
-from samerun.verify.controls import Controls
-from samerun.verify.updates import compare_window
+from samerun.verify.updates.bands import plan_bands, split_bands, vanishing
+from samerun.verify.updates.compare import compare_window
+from samerun.verify.updates.controls import Controls
 
 ANALYSED = Tolerances.model_validate({metric: {"from": "analysis"} for metric in METRICS})
 NUMBERS = (

@@ -25,7 +25,7 @@ from samerun.core.state import LogicalState, Role  # noqa: E402
 from samerun.errors import FormatError, Severity, UsageError  # noqa: E402
 from samerun.formats.base import Checkpoint  # noqa: E402
 from samerun.formats.detect import FORMATS, open_checkpoint  # noqa: E402
-from samerun.verify.structure import InspectReport, inspect_checkpoint  # noqa: E402
+from samerun.verify.inspection.structure import InspectReport, inspect_checkpoint  # noqa: E402
 from support.corpus import read_truth  # noqa: E402
 from support.megatron import key_of, read_tensors, unstack  # noqa: E402
 from support.packed import packed_in, unpack  # noqa: E402

@@ -16,7 +16,7 @@ import pytest
 from samerun.cli.output import print_problems
 from samerun.errors import Problem
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.checksums import combine_checksums
+from samerun.verify.state.checksums import combine_checksums
 from support.dcp import job_state, save, split_tensor
 
 

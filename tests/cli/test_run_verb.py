@@ -12,8 +12,8 @@ from samerun.cli.judge import SHOWN_PER_CODE, print_verdict
 from samerun.cli.run import HEARTBEAT_SECONDS, TerminalProgress
 from samerun.core.tolerance import band_from_controls, bands_to_json
 from samerun.errors import Problem
+from samerun.verify.evidence.stage import StageResult, stages_of
 from samerun.verify.judge import Sealed, judge
-from samerun.verify.stage import StageResult, stages_of
 
 BATCH = {"global_batch": 32, "option": "ragged", "passes": 6, "invariant": "samples-per-update"}
 SEALED = Sealed(digest="sha256:1", label="continuation", layout={"dp_shard": 3}, batch=BATCH)

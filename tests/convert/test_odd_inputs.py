@@ -18,7 +18,7 @@ from samerun.core.mesh import Layout
 from samerun.errors import Severity, UndecidedError
 from samerun.execute.engine import Settings
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 
 State = dict[str, Any]
 Build = Callable[[torch.optim.Optimizer], LRScheduler]

@@ -16,9 +16,9 @@ from samerun.core.digest import to_hex
 from samerun.core.dtype import DTYPES
 from samerun.execute.engine import Settings
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.digest import digest_array
-from samerun.verify.proof import proof_path
-from samerun.verify.structure import InspectReport, inspect_checkpoint
+from samerun.verify.inspection.structure import InspectReport, inspect_checkpoint
+from samerun.verify.state.digest import digest_array
+from samerun.verify.state.proof import proof_path
 from support.exports import write_export
 
 

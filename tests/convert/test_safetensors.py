@@ -27,8 +27,8 @@ from samerun.formats.detect import open_checkpoint
 from samerun.formats.mapped import MappedCheckpoint
 from samerun.formats.safetensors.sidecar import dump_sidecar
 from samerun.formats.safetensors.write import lay_out
-from samerun.verify.digest import digest_cast, digest_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
+from samerun.verify.state.digest import digest_cast, digest_checkpoint
 from support.corpus import corpus, needs_corpus
 from support.exports import write_export
 

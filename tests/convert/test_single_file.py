@@ -22,7 +22,7 @@ from samerun.execute.partial import leftovers
 from samerun.formats.base import WriteSource
 from samerun.formats.detect import open_checkpoint
 from samerun.formats.safetensors.write import lay_out
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 from support.exports import in_child
 
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from samerun.core.crc import combine_crc32
 from samerun.errors import Severity
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.against import Against
-from samerun.verify.fingerprint import fingerprint_tensor
-from samerun.verify.structure import InspectReport, inspect_checkpoint
+from samerun.verify.inspection.structure import InspectReport, inspect_checkpoint
+from samerun.verify.state.against import Against
+from samerun.verify.state.fingerprint import fingerprint_tensor
 from support.corpus import corpus, needs_corpus
 from support.dcp import job_state, save, split_tensor
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from samerun.core.state import Role
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import InspectReport, inspect_checkpoint
+from samerun.verify.inspection.structure import InspectReport, inspect_checkpoint
 from support.dcp import save
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "averages"

@@ -9,8 +9,8 @@ import pytest
 
 from samerun.errors import Problem, Severity
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.consequence import explain_consequences
-from samerun.verify.structure import InspectReport, inspect_checkpoint
+from samerun.verify.inspection.consequence import explain_consequences
+from samerun.verify.inspection.structure import InspectReport, inspect_checkpoint
 from support.corpus import corpus, needs_corpus
 from support.dcp import job_state, save
 

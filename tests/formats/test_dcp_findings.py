@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from samerun.errors import CorruptCheckpoint, Severity
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import InspectReport, inspect_checkpoint
+from samerun.verify.inspection.structure import InspectReport, inspect_checkpoint
 from support.dcp import edit_metadata, job_state, read_metadata, save, split_tensor
 
 Damage = Callable[[Path], None]

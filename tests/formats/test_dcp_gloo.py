@@ -17,7 +17,7 @@ from samerun.core.mesh import Layout
 from samerun.core.state import Role
 from samerun.errors import Severity
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 from support import toy
 from support.gloo import run_ranks
 

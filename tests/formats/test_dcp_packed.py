@@ -11,7 +11,7 @@ import pytest
 from samerun.formats.dcpfile import items as dcp_items
 from samerun.formats.dcpfile.packed import find_zstd, is_zstd, unpack
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 
 ZSTD = Path(__file__).parent.parent / "golden" / "dcp" / "zstd"
 

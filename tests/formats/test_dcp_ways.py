@@ -20,7 +20,7 @@ from samerun.convert.convert import carry_out
 from samerun.convert.prepare import prepare
 from samerun.core.mesh import Layout
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 from support import toy
 from support.gloo import run_ranks
 

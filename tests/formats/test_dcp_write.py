@@ -19,7 +19,7 @@ from samerun.errors import PlanError
 from samerun.formats.base import WriteSource, numpy_dtype
 from samerun.formats.dcp.write import lay_out
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.compare import compare_checkpoints
+from samerun.verify.state.compare import compare_checkpoints
 from support import dcp as saving
 from support.corpus import corpus, needs_corpus
 from support.states import adam_state

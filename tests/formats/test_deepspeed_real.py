@@ -17,7 +17,7 @@ import torch
 
 from samerun.core.mesh import Layout
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import InspectReport, inspect_checkpoint
+from samerun.verify.inspection.structure import InspectReport, inspect_checkpoint
 from support.dsedit import edit_real
 from support.packed import unpack
 from support.zero import copy_tree

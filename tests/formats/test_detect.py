@@ -10,7 +10,7 @@ import pytest
 from samerun.errors import CorruptCheckpoint, FormatError, UnsupportedVersion, UsageError
 from samerun.formats.base import Checkpoint, Inspectable
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 from support.corpus import corpus, needs_corpus
 from support.dcp import job_state, save
 

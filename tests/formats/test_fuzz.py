@@ -17,7 +17,7 @@ import pytest
 from samerun.errors import FormatError, UsageError
 from samerun.formats.base import Checkpoint
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 from support.corpus import CORPUS
 from support.dcp import job_state, save, split_tensor
 

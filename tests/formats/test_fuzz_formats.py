@@ -19,7 +19,7 @@ import pytest
 from formats.test_fuzz import mutate, values_of
 from samerun.errors import FormatError, UsageError
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 from support.corpus import CORPUS
 
 SECONDS = float(os.environ.get("SAMERUN_FUZZ_SECONDS", "10"))

@@ -14,7 +14,7 @@ from samerun.core.generators import cuda_state, generator_digest, tracker_stream
 from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.generators import describe_generators, saved_digests, saved_generators
+from samerun.verify.state.generators import describe_generators, saved_digests, saved_generators
 from support.corpus import CORPUS, needs_corpus
 
 CPU = ["numpy", "python", "torch"]

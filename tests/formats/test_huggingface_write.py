@@ -30,7 +30,7 @@ from samerun.formats.detect import open_checkpoint
 from samerun.formats.huggingface.groups import deal_groups
 from samerun.formats.huggingface.write import lay_out
 from samerun.formats.torchfile import Inert
-from samerun.verify.compare import compare_checkpoints
+from samerun.verify.state.compare import compare_checkpoints
 from support.corpus import corpus, needs_corpus
 from support.states import adam_state, tensor, without
 from support.written import carry_out, source_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from samerun.errors import Problem
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

@@ -21,7 +21,7 @@ from samerun.formats.mcore.flat import Local, Target, plan_buckets, plan_slots
 from samerun.formats.mcore.held import HeldCheckpoint
 from samerun.formats.mcore.run import Run
 from samerun.formats.mcore.values import _blocks
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 from support.megatron import codes, copy_golden, edit_saved, overwrite
 
 DISTRIBUTED, LEGACY = "fr_tp2pp2", "lg_dist_tied_pp2_dp2"

@@ -14,7 +14,7 @@ from samerun.core.mesh import Layout
 from samerun.core.state import Role
 from samerun.formats.base import Checkpoint
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 from support.corpus import CORPUS, corpus, needs_corpus
 from support.megatron import GOLDEN, differences, golden, golden_at, read_tensors
 

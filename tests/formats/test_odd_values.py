@@ -16,7 +16,7 @@ from torch import nn
 
 from samerun.formats.detect import open_checkpoint
 from samerun.formats.torchfile.values import BACKWARD, PICKLED_TENSOR, Inert
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 
 
 class Node:

@@ -9,7 +9,7 @@ import pytest
 
 from samerun.errors import UsageError
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PARTS = {

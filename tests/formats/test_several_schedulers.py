@@ -15,8 +15,8 @@ from samerun.convert.convert import carry_out
 from samerun.convert.prepare import prepare
 from samerun.core.schedule import position_of, schedulers_of
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.compare import compare_settings
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
+from samerun.verify.state.compare import compare_settings
 from support.zero import codes
 
 UPDATES = 4

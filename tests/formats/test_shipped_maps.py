@@ -15,7 +15,7 @@ from samerun.core.digest import state_digest
 from samerun.formats.detect import open_checkpoint
 from samerun.formats.mapfile import read_name_map
 from samerun.formats.mapped import MappedCheckpoint
-from samerun.verify.digest import digest_checkpoint
+from samerun.verify.state.digest import digest_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "maps"
 PROVED: dict[str, dict[str, Any]] = json.loads((GOLDEN / "proved.json").read_text())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 from support.packed import unpack
 
 GOLDEN = Path(__file__).parents[1] / "golden"

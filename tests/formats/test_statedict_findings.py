@@ -18,7 +18,7 @@ from samerun.core.mesh import Layout
 from samerun.errors import CorruptCheckpoint, Problem
 from samerun.formats.base import Checkpoint, Rigid
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "statedict"
 

@@ -11,7 +11,7 @@ import pytest
 
 from samerun.formats.base import Checkpoint
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "statedict"
 

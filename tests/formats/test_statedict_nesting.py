@@ -13,7 +13,7 @@ from torch import nn
 from samerun.core.state import Role
 from samerun.formats.base import Checkpoint
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 
 
 def net() -> nn.Module:

@@ -15,7 +15,7 @@ from samerun.core.box import check_tilings
 from samerun.core.mesh import Layout
 from samerun.formats.base import Checkpoint
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 from support.packed import packed_in, unpack
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dcp"

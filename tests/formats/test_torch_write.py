@@ -20,8 +20,8 @@ from samerun.formats.dcp.write import lay_out as lay_out_dcp
 from samerun.formats.detect import open_checkpoint
 from samerun.formats.torch.write import lay_out
 from samerun.formats.torchfile import Inert
-from samerun.verify.compare import compare_checkpoints
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
+from samerun.verify.state.compare import compare_checkpoints
 from support import toy
 from support.corpus import corpus, needs_corpus, read_truth
 from support.states import adam_state, without

@@ -15,7 +15,7 @@ from samerun.core.mesh import Layout
 from samerun.errors import Severity
 from samerun.formats.detect import open_checkpoint
 from samerun.formats.universal.reader import UniversalCheckpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 from support.zero import codes, edit_state, flip_byte, slots_of, write_stage2, write_stage3
 
 SHAPES = [{"a.w": (7, 5), "b.w": (5, 9)}, {"a.b": (40,)}]

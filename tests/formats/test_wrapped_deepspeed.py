@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 
 WRAPPED = Path(__file__).parent.parent / "golden" / "wrapped"
 CASES = [("accelerate_z2", "accelerate"), ("trainer_z2", "huggingface")]

@@ -18,7 +18,7 @@ from samerun.errors import CorruptCheckpoint, FormatError, Severity
 from samerun.formats.base import Checkpoint
 from samerun.formats.detect import open_checkpoint
 from samerun.formats.zero.reader import ZeroCheckpoint, open_zero
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 from support.zero import codes, edit_state, flip_byte, slots_of, write_stage2, write_stage3
 
 SHAPES = [{"a.w": (7, 3), "b.w": (5, 5)}, {"a.b": (7,), "b.b": (5,)}]

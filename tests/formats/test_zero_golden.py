@@ -14,7 +14,7 @@ from samerun.core.mesh import Layout
 from samerun.formats.base import Checkpoint
 from samerun.formats.detect import open_checkpoint
 from samerun.formats.torchfile import read_archive
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 from support.packed import unpack
 from support.zero import codes, copy_tree, flip_byte, read_state, rewrite_record
 

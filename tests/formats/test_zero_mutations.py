@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from samerun.errors import SamerunError
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 from support.zero import slots_of, write_stage2, write_stage3
 
 JUNK: list[Any] = [

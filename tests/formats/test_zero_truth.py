@@ -164,7 +164,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize("case", folders("deepspeed-damaged"))
 def test_damage_is_named_with_its_file(case: str) -> None:
-    from samerun.verify.structure import inspect_checkpoint
+    from samerun.verify.inspection.structure import inspect_checkpoint
 
     code, file, complete, intact = DAMAGED[case]
     report = inspect_checkpoint(open_checkpoint(corpus("deepspeed-damaged") / case), deep=True)

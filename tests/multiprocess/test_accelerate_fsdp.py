@@ -16,7 +16,7 @@ import pytest
 from samerun.core.mesh import Layout
 from samerun.errors import Problem
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 from support import hfjob
 from support.gloo import import_frameworks, run_ranks
 from support.warm_ranks import HUGGING_FACE

@@ -21,8 +21,8 @@ from samerun.core.mesh import Layout
 from samerun.errors import VerificationError
 from samerun.formats.detect import open_checkpoint
 from samerun.train.capture import capture_state
-from samerun.verify.digest import digest_checkpoint
-from samerun.verify.load import check_loaded
+from samerun.verify.load.check import check_loaded
+from samerun.verify.state.digest import digest_checkpoint
 from support import toy
 from support.gloo import run_ranks
 

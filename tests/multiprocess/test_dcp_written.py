@@ -17,8 +17,8 @@ from samerun.core.mesh import Layout
 from samerun.formats.dcp.write import lay_out as lay_out_dcp
 from samerun.formats.detect import open_checkpoint
 from samerun.formats.torch.write import lay_out as lay_out_torch
-from samerun.verify.compare import compare_checkpoints
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
+from samerun.verify.state.compare import compare_checkpoints
 from support import toy
 from support.gloo import import_once, run_ranks
 from support.skeleton import build_model, build_optimizer, check_loaded, distribute, load_dcp

@@ -13,7 +13,7 @@ import pytest
 
 from samerun.core.orders import KeyedOrder
 from samerun.trace import read_trace
-from samerun.verify.audit_runs import audit_runs, check_runs, consumed, join
+from samerun.verify.order.runs import audit_runs, check_runs, consumed, join
 from support.gloo import import_once
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]

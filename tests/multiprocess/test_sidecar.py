@@ -12,7 +12,7 @@ import pytest
 from samerun.core.mesh import Layout
 from samerun.formats.detect import open_checkpoint
 from samerun.train import write_digests
-from samerun.verify.structure import InspectReport, inspect_checkpoint
+from samerun.verify.inspection.structure import InspectReport, inspect_checkpoint
 from support import toy
 from support.gloo import run_ranks
 

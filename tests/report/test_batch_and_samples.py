@@ -10,7 +10,7 @@ from samerun.core.batch import Dealing, deal
 from samerun.report.batch import draw_grid
 from samerun.report.samples import Placed, in_global_order, view_samples
 from samerun.trace import Header
-from samerun.verify.observed import Observed, ObservedUpdate
+from samerun.verify.evidence.observed import Observed, ObservedUpdate
 
 
 def test_a_small_dealing_is_drawn_cell_by_cell() -> None:

@@ -18,7 +18,7 @@ from samerun.report.html import MAX_ROWS, embed, evidence_link, page_data, rende
 from samerun.report.model import ReportModel, read_run
 from samerun.report.page import plan_page
 from samerun.report.state import role_of, view_state
-from samerun.verify.stage import stages_of
+from samerun.verify.evidence.stage import stages_of
 from support.runs import enlarge
 
 LARGEST_BYTES = 3_000_000

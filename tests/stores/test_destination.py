@@ -35,7 +35,7 @@ from samerun.execute.ranks import Launch  # noqa: E402
 from samerun.formats.detect import open_checkpoint  # noqa: E402
 from samerun.stores import destination  # noqa: E402
 from samerun.stores.destination import StoredPlace  # noqa: E402
-from samerun.verify.digest import digest_checkpoint  # noqa: E402
+from samerun.verify.state.digest import digest_checkpoint  # noqa: E402
 from support.exports import tree_bytes, write_export  # noqa: E402
 
 ALLOW = {"SR-CONVERT-OBJECT", "SR-WRITE-OBJECT"}

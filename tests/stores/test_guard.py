@@ -26,7 +26,7 @@ from samerun.formats.detect import open_checkpoint
 from samerun.stores import guard
 from samerun.stores.guard import guard_maps, require_whole_maps
 from samerun.stores.local import MappedFiles
-from samerun.verify.digest import digest_checkpoint
+from samerun.verify.state.digest import digest_checkpoint
 from support.exports import in_child, tree_bytes, write_export
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux is guarded")

@@ -24,7 +24,7 @@ from samerun.formats.detect import open_checkpoint  # noqa: E402
 from samerun.stores import remote  # noqa: E402
 from samerun.stores.local import fingerprint_tree, open_regular  # noqa: E402
 from samerun.stores.remote import RemoteFile, is_url  # noqa: E402
-from samerun.verify.digest import digest_checkpoint  # noqa: E402
+from samerun.verify.state.digest import digest_checkpoint  # noqa: E402
 from support.exports import tree_bytes, write_export  # noqa: E402
 
 GOLDEN = Path(__file__).parents[1] / "golden"

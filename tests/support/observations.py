@@ -9,9 +9,9 @@ from typing import Any
 from samerun.core.batch import deal
 from samerun.core.mesh import Layout
 from samerun.trace import EvalLine, Header, StateLine
-from samerun.verify.evaluate import Evaluation
-from samerun.verify.job import JobPlan
-from samerun.verify.observed import Observed, ObservedUpdate
+from samerun.verify.evidence.job import JobPlan
+from samerun.verify.evidence.observed import Observed, ObservedUpdate
+from samerun.verify.updates.evaluate import Evaluation
 
 FIRST, COUNT, BATCH = 13, 20, 12
 TENSORS = {"embedding.weight": 0.5, "norm.weight": 0.02, "frozen.weight": 0.0}

@@ -11,7 +11,7 @@ from typing import Any
 
 from samerun.report.model import Job, ReportModel
 from samerun.trace import StateLine
-from samerun.verify.observed import Observed
+from samerun.verify.evidence.observed import Observed
 
 RUNS = Path(__file__).parents[1] / "golden" / "runs"
 

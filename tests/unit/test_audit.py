@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samerun.errors import Severity
-from samerun.verify.audit import Audit, audit_prefix, audit_window, check_audit
+from samerun.verify.order.audit import Audit, audit_prefix, audit_window, check_audit
 
 Window = list[tuple[int, tuple[int, ...]]]
 

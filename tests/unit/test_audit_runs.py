@@ -33,7 +33,7 @@ from samerun.core.tokens import MeasuredSamples
 from samerun.errors import UsageError
 from samerun.trace import TraceWriter, read_trace
 from samerun.train.draw import torch_draw
-from samerun.verify.audit_runs import audit_runs, check_runs
+from samerun.verify.order.runs import audit_runs, check_runs
 
 Updates = list[tuple[int, list[list[int]]]]
 

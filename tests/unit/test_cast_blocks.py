@@ -12,9 +12,9 @@ from samerun.core.state import LogicalState, TensorEntry, TensorKey
 from samerun.formats.base import Extent
 from samerun.formats.placement import Piece, PlacedCheckpoint, place
 from samerun.stores.local import MappedFiles
-from samerun.verify import digest
-from samerun.verify.digest import digest_tensor, read_piece_blocks
-from samerun.verify.values import check_values
+from samerun.verify.state import digest
+from samerun.verify.state.digest import digest_tensor, read_piece_blocks
+from samerun.verify.state.values import check_values
 
 KEY = "param:w"
 

@@ -20,8 +20,8 @@ from samerun.core.state import ParamGroup, RecordedProgress
 from samerun.errors import CorruptCheckpoint, Problem, UsageError
 from samerun.formats.mapfile import read_name_map
 from samerun.formats.mapped import MappedCheckpoint
-from samerun.verify import digest as verify_digest
-from samerun.verify.compare import compare_checkpoints
+from samerun.verify.state import digest as verify_digest
+from samerun.verify.state.compare import compare_checkpoints
 from support import toy
 from support.memory import MemoryCheckpoint
 

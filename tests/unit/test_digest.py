@@ -18,7 +18,7 @@ from samerun.core import digest as core
 from samerun.core.dtype import parse_dtype
 from samerun.train import digest as torch_digest
 from samerun.train.shards import LocalShard
-from samerun.verify import digest as compiled
+from samerun.verify.state import digest as compiled
 from support.memory import MemoryCheckpoint
 
 TOP = Path(__file__).parents[2]

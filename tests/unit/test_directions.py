@@ -23,11 +23,11 @@ from samerun.train.boxpart import BoxPart
 from samerun.train.flatpart import FlatPart
 from samerun.train.shards import LocalShard
 from samerun.train.sketch import COLUMNS, directions, sketch
-from samerun.verify.bands import plan_bands, split_bands
-from samerun.verify.controls import Controls, complete_reference
-from samerun.verify.directions import direction_bands, direction_floor
-from samerun.verify.observed import Observed, observe
-from samerun.verify.updates import compare_window
+from samerun.verify.evidence.observed import Observed, observe
+from samerun.verify.updates.bands import plan_bands, split_bands
+from samerun.verify.updates.compare import compare_window
+from samerun.verify.updates.controls import Controls, complete_reference
+from samerun.verify.updates.directions import direction_bands, direction_floor
 from support.observations import BATCH, FIRST, make_evaluation, make_observed, make_update
 from unit.test_updates import make_plan, tolerances
 

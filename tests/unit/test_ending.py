@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from samerun.errors import Severity
-from samerun.verify.ending import Span, check_beside, check_ending, check_motion
+from samerun.verify.updates.ending import Span, check_beside, check_ending, check_motion
 from support.observations import COUNT, FIRST, make_observed, make_update
 
 

@@ -11,9 +11,9 @@ import pytest
 from samerun.core.mesh import Layout
 from samerun.core.tolerance import band_from_user
 from samerun.errors import Severity
-from samerun.verify.evaluate import check_evaluation, evaluation_of, logit_deviation, loss_deviation
-from samerun.verify.job import Outcome, check_job, check_outcome, describe_status
-from samerun.verify.observed import Observed
+from samerun.verify.evidence.job import Outcome, check_job, check_outcome, describe_status
+from samerun.verify.evidence.observed import Observed
+from samerun.verify.updates.evaluate import check_evaluation, evaluation_of, logit_deviation, loss_deviation
 from support.observations import make_evaluation, make_header, make_job_plan, make_observed
 
 THREE = Layout(dp_shard=3)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from samerun.errors import Problem, Severity
+from samerun.verify.evidence.stage import CONVERT, StageResult, stages_of
 from samerun.verify.judge import RULES, Sealed, Verdict, judge, rule_of
-from samerun.verify.stage import CONVERT, StageResult, stages_of
 
 SEALED = Sealed(digest="sha256:1", label="continuation", layout={"dp_shard": 3}, batch={"global_batch": 32})
 WORST = {"loss": {"used": 0.2, "deviation": 2e-7, "limit": 1e-6, "update": 14}}

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from samerun.core.digest import MULTIPLIER_1, MULTIPLIER_2, STRIDE
 from samerun.errors import CorruptCheckpoint
-from samerun.verify.digest import digest_checkpoint
-from samerun.verify.kernel import sum_terms
+from samerun.verify.state.digest import digest_checkpoint
+from samerun.verify.state.kernel import sum_terms
 from support.memory import MemoryCheckpoint
 
 

@@ -24,7 +24,7 @@ from samerun.runner.launch import (
     stop_processes,
 )
 from samerun.runner.progress import Silent
-from samerun.verify.job import Outcome
+from samerun.verify.evidence.job import Outcome
 
 
 class Lines(Silent):

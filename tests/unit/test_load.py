@@ -19,7 +19,7 @@ import torch
 from samerun.core.generators import cuda_state, generator_digest
 from samerun.core.state import ParamGroup
 from samerun.errors import Problem, Severity
-from samerun.verify.load import check_loaded
+from samerun.verify.load.check import check_loaded
 from support import toy
 from support.loads import capture, make_job, save
 from support.memory import MemoryCheckpoint

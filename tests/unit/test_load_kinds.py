@@ -11,7 +11,7 @@ import torch
 
 from samerun.errors import Problem
 from samerun.verify.judge import is_missing_evidence
-from samerun.verify.load import check_loaded
+from samerun.verify.load.check import check_loaded
 from support import toy
 from support.loads import capture, make_job, save
 

@@ -44,10 +44,10 @@ from samerun.runner.stages import about_control, check_resumable
 from samerun.runner.work import Work
 from samerun.stores.local import fingerprint_tree
 from samerun.trace import TraceWriter
-from samerun.verify.controls import Controls
-from samerun.verify.observed import Observed
-from samerun.verify.stage import STAGES, StageResult
-from samerun.verify.window import WindowPlan
+from samerun.verify.evidence.observed import Observed
+from samerun.verify.evidence.stage import STAGES, StageResult
+from samerun.verify.evidence.window import WindowPlan
+from samerun.verify.updates.controls import Controls
 from support.manifests import manifest, manifest_data, to_yaml
 from support.observations import BATCH, COUNT, FIRST, make_evaluation, make_observed, make_state, make_update
 

@@ -16,7 +16,7 @@ from samerun.core.mesh import Layout
 from samerun.errors import Severity
 from samerun.train.rank_rng import apply_rank_rng, capture_rank_rng
 from samerun.train.recorder import Recorder
-from samerun.verify.streams import check_kept_streams, check_policy
+from samerun.verify.load.streams import check_kept_streams, check_policy
 from support.gloo import run_ranks
 
 

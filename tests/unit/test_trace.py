@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from samerun.core.mesh import Layout
 from samerun.errors import Severity, UsageError
 from samerun.trace import TraceWriter, check_trace, file_name, read_trace
-from samerun.verify.observed import observe
+from samerun.verify.evidence.observed import observe
 from support.traces import empty_state
 
 LAYOUT = Layout(dp_shard=2, tp=2)

@@ -17,7 +17,7 @@ from samerun.cli.audit import command as audit
 from samerun.cli.trace import command as trace_verb
 from samerun.errors import UsageError
 from samerun.trace import check_trace, read_trace
-from samerun.verify.audit_runs import audit_runs, check_runs
+from samerun.verify.order.runs import audit_runs, check_runs
 
 TENSOR = {"shape": [3, 2], "dtype": "float32", "digest": "0123456789abcdef", "replicas": 2, "nonfinite": 0}
 LINES: list[dict[str, Any]] = [

@@ -12,13 +12,13 @@ from samerun.core.dtype import parse_dtype
 from samerun.errors import Problem, Severity
 from samerun.manifest.tolerances import Tolerances
 from samerun.plan.schedule import PlannedRates
-from samerun.verify.bands import plan_bands, split_bands, vanishing
-from samerun.verify.controls import Controls, complete_reference
-from samerun.verify.movement import check_averages, check_end
-from samerun.verify.observed import Observed
-from samerun.verify.soundness import check_controls
-from samerun.verify.updates import compare_window
-from samerun.verify.window import WindowPlan
+from samerun.verify.evidence.observed import Observed
+from samerun.verify.evidence.window import WindowPlan
+from samerun.verify.updates.bands import plan_bands, split_bands, vanishing
+from samerun.verify.updates.compare import compare_window
+from samerun.verify.updates.controls import Controls, complete_reference
+from samerun.verify.updates.movement import check_averages, check_end
+from samerun.verify.updates.soundness import check_controls
 from support.observations import BATCH, COUNT, FIRST, TENSORS, make_evaluation, make_observed, make_state, make_update
 
 NOISE = 1e-7

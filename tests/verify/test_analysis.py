@@ -11,13 +11,13 @@ import pytest
 from samerun.core.dtype import parse_dtype
 from samerun.core.tolerance import bands_from_json, bands_to_json
 from samerun.manifest.tolerances import METRICS, Tolerances
-from samerun.verify.bands import plan_bands, split_bands, vanishing
-from samerun.verify.controls import Controls
-from samerun.verify.observed import Observed
-from samerun.verify.oracle import Oracle, check_oracle, compare_with_oracle, distances, first_of
-from samerun.verify.soundness import check_controls
-from samerun.verify.updates import compare_window
-from samerun.verify.window import WindowPlan
+from samerun.verify.evidence.observed import Observed
+from samerun.verify.evidence.window import WindowPlan
+from samerun.verify.updates.bands import plan_bands, split_bands, vanishing
+from samerun.verify.updates.compare import compare_window
+from samerun.verify.updates.controls import Controls
+from samerun.verify.updates.oracle import Oracle, check_oracle, compare_with_oracle, distances, first_of
+from samerun.verify.updates.soundness import check_controls
 from support.observations import (
     BATCH,
     COUNT,

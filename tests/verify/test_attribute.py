@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from samerun.errors import Problem, Severity
-from samerun.verify.attribute import attribute
-from samerun.verify.controls import Controls
-from samerun.verify.evaluate import Evaluation
-from samerun.verify.observed import Observed
+from samerun.verify.evidence.observed import Observed
+from samerun.verify.updates.attribute import attribute
+from samerun.verify.updates.controls import Controls
+from samerun.verify.updates.evaluate import Evaluation
 from support.observations import FIRST, make_evaluation, make_observed, make_state, make_update
 
 MODULES = (("a", 1.0, 4), ("b", 2.0, 4), ("head", 3.0, 8))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import InspectReport, inspect_checkpoint
+from samerun.verify.inspection.structure import InspectReport, inspect_checkpoint
 from support.corpus import corpus, needs_corpus
 
 TRAINER = Path(__file__).parent.parent / "golden" / "statedict" / "trainer" / "checkpoint-4"

@@ -14,9 +14,9 @@ from samerun.demo.faults import FAULTS
 from samerun.trace import read_trace
 from samerun.train import Recorder
 from samerun.train.activations import MOST_MODULES, watch_modules
-from samerun.verify.evaluate import check_evaluation, evaluation_of
+from samerun.verify.evidence.locate import Place, first_module, worst_gradient
 from samerun.verify.kinds import kind_of
-from samerun.verify.locate import Place, first_module, worst_gradient
+from samerun.verify.updates.evaluate import check_evaluation, evaluation_of
 from support.observations import make_evaluation
 
 

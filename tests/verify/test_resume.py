@@ -17,9 +17,9 @@ from samerun.core.mesh import Layout
 from samerun.core.state import LogicalState, RecordedProgress, Topology
 from samerun.errors import Severity
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.resume import check_counters, check_resume
-from samerun.verify.resume_schedule import check_scheduler
-from samerun.verify.structure import InspectReport, inspect_checkpoint
+from samerun.verify.inspection.resume import check_counters, check_resume
+from samerun.verify.inspection.resume_schedule import check_scheduler
+from samerun.verify.inspection.structure import InspectReport, inspect_checkpoint
 from support.corpus import corpus, needs_corpus
 from support.dcp import job_state, save
 
@@ -331,7 +331,7 @@ def test_destination_names_uneven_and_empty_shards(tmp_path: Path):
 
 
 def test_a_pytorch_shard_is_what_the_destination_expects():
-    from samerun.verify.destination import plan_destination
+    from samerun.verify.inspection.destination import plan_destination
 
     state = open_state()
     for parts in range(1, 12):

@@ -22,8 +22,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.compare import compare_checkpoints
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
+from samerun.verify.state.compare import compare_checkpoints
 from samerun.web.explorer.server import ExplorerServer
 from samerun.web.explorer.stream import NobodyListens, Workers
 from support.explorer import HOSTILE, WHOLE, answer, ask, codes, events, serving, write_many, write_safetensors

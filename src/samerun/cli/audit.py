@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from samerun.core.progress import Committed, LastBatch
     from samerun.errors import UsageError
     from samerun.trace import Trace
-    from samerun.verify.audit_runs import RunAudit
+    from samerun.verify.order.runs import RunAudit
 
 
 @click.command(name="audit")
@@ -70,7 +70,7 @@ def command(
     such an order as a document; write it to a file whose name ends with .json, and name that.
     """
     from samerun.trace import check_trace, read_trace
-    from samerun.verify.audit_runs import audit_runs, check_runs
+    from samerun.verify.order.runs import audit_runs, check_runs
 
     order = None if order_text is None else _order(order_text)
     found = [read_trace(path) for path in traces]

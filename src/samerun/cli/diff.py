@@ -11,7 +11,7 @@ from samerun.cli.output import emit_json, printable
 from samerun.errors import Problem, UsageError
 
 if TYPE_CHECKING:
-    from samerun.verify.compare import Comparison
+    from samerun.verify.state.compare import Comparison
 
 _MOST_ROWS = 20
 
@@ -40,7 +40,7 @@ def command(ctx: click.Context, a: str, b: str, rtol: float, atol: float, map_fi
     from samerun.formats.detect import open_checkpoint
     from samerun.formats.mapfile import read_name_map
     from samerun.formats.mapped import MappedCheckpoint
-    from samerun.verify.compare import compare_checkpoints
+    from samerun.verify.state.compare import compare_checkpoints
 
     left = open_checkpoint(a)
     try:

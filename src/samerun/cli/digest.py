@@ -37,7 +37,7 @@ def command(
     from samerun.cli.progress import bytes_progress
     from samerun.core.digest import state_digest
     from samerun.formats.detect import open_checkpoint
-    from samerun.verify.digest import digest_checkpoint, select_keys
+    from samerun.verify.state.digest import digest_checkpoint, select_keys
 
     checkpoint = open_checkpoint(path, format_name)
     try:

@@ -14,9 +14,9 @@ from samerun.errors import Problem, Severity, UsageError
 if TYPE_CHECKING:
     from samerun.core.mesh import Layout
     from samerun.core.state import LogicalState
-    from samerun.verify.against import Against
-    from samerun.verify.checksums import Checksums
-    from samerun.verify.structure import InspectReport
+    from samerun.verify.inspection.structure import InspectReport
+    from samerun.verify.state.against import Against
+    from samerun.verify.state.checksums import Checksums
 
 _ALIKE_SHOWN = 3
 
@@ -50,7 +50,7 @@ def command(
     from samerun.cli.output import emit_json, exit_code
     from samerun.cli.progress import bytes_progress
     from samerun.formats.detect import open_checkpoint
-    from samerun.verify.structure import inspect_checkpoint
+    from samerun.verify.inspection.structure import inspect_checkpoint
 
     checkpoint = open_checkpoint(path, format_name)
     previous = open_checkpoint(against) if against is not None else None
@@ -114,7 +114,7 @@ def _facts(report: InspectReport, *, deep: bool) -> Iterator[tuple[str, str]]:
     if report.checksums is not None:
         yield "checksums", _checksums(report.checksums, report.intact)
     if state.rng:
-        from samerun.verify.generators import describe_generators, saved_generators
+        from samerun.verify.state.generators import describe_generators, saved_generators
 
         yield "randomness", describe_generators(saved_generators(state))
     resumable = report.resumable

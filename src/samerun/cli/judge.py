@@ -54,7 +54,7 @@ def print_verdict(body: Mapping[str, Any], rundir: Path) -> None:
     """Prints a verdict for people: the criteria, the reasons with causes first, and the decision last."""
     from rich.text import Text
 
-    from samerun.verify.stage import problem_from_json
+    from samerun.verify.evidence.stage import problem_from_json
 
     out = stdout_console()
     out.print()

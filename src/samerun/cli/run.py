@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
 
-    from samerun.verify.stage import StageResult
+    from samerun.verify.evidence.stage import StageResult
 
 HEARTBEAT_SECONDS = 30.0
 """How often a running job is mentioned where no line can be redrawn."""

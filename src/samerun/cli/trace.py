@@ -42,7 +42,7 @@ def command(trace: Path, show_all: bool, as_json: bool, **folders: Path | None) 
     problems = check_trace(found)
     if curves is not None:
         from samerun.report.curves import write_curves
-        from samerun.verify.observed import observe
+        from samerun.verify.evidence.observed import observe
 
         updates = {trace.resolve().name: observe(found).updates}
         write_curves(updates, curves[1], to=curves[0], began=trace.stat().st_mtime)

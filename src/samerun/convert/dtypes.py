@@ -12,7 +12,7 @@ from samerun.core.dtype import DType
 from samerun.core.state import LogicalState, Role, TensorKey
 from samerun.errors import CorruptCheckpoint, Problem, UsageError
 from samerun.formats.base import Array, Checkpoint, Extent, assemble_box, numpy_dtype, require_key
-from samerun.verify.match import is_counter
+from samerun.verify.state.match import is_counter
 
 
 def plan_dtypes(state: LogicalState, wanted: Mapping[str, DType]) -> dict[str, DType]:

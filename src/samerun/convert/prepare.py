@@ -29,7 +29,7 @@ from samerun.formats.base import Array, Checkpoint, Inspectable, WriteSource
 from samerun.stores.destination import StoredPlace
 from samerun.stores.local import TreeFingerprint, compare_trees
 from samerun.stores.remote import is_url, original_name
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.inspection.structure import inspect_checkpoint
 
 WRITERS = ("dcp", "torch", "safetensors", "universal", "zero", "megatron", "huggingface")
 _OF_A_RUN = ("SR-OPT-MISSING",)  # no matter where the weights alone are wanted

@@ -16,9 +16,9 @@ from samerun.errors import FormatError, Problem, Severity
 from samerun.execute.engine import Progress, ProgressCallback
 from samerun.execute.ranks import divide
 from samerun.formats.base import Checkpoint
-from samerun.verify.compare import compare_settings, compare_tensor
-from samerun.verify.digest import digest_cast, digest_tensor
-from samerun.verify.match import is_counter, match_tensors
+from samerun.verify.state.compare import compare_settings, compare_tensor
+from samerun.verify.state.digest import digest_cast, digest_tensor
+from samerun.verify.state.match import is_counter, match_tensors
 
 _SHOWN = 8
 

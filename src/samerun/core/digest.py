@@ -15,7 +15,7 @@ For one index `mix` is a bijection of the bits, so a change in exactly one eleme
 terms are added, the digests of disjoint parts add up to the digest of the whole, whoever computes them and in which
 order. It guards against accidents, not against an adversary.
 
-This module is the definition in plain NumPy. The fast kernels, in `samerun.verify.digest` for files and in
+This module is the definition in plain NumPy. The fast kernels, in `samerun.verify.state.digest` for files and in
 `samerun.train.digest` for tensors in a job, give the same numbers.
 """
 

@@ -37,7 +37,7 @@ PER_TENSOR = ("parameter_gradient", "parameter_delta")
 """Metrics that every tensor has a band of its own for."""
 
 DIRECTIONS = ("gradient_direction", "change_direction")
-"""Where each tensor's gradient and change point in the first update; `samerun.verify.directions` makes their bands."""
+"""Where each tensor's gradient and change point in the first update; `verify.updates.directions` makes their bands."""
 
 _EACH = (*PER_TENSOR, *DIRECTIONS)
 

@@ -18,7 +18,7 @@ from tempfile import mkdtemp
 
 from samerun.errors import Problem, UsageError
 from samerun.report.model import ReportModel
-from samerun.verify.observed import ObservedUpdate
+from samerun.verify.evidence.observed import ObservedUpdate
 
 Curves = Mapping[str, Sequence[ObservedUpdate]]
 

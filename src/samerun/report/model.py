@@ -14,8 +14,8 @@ from samerun.manifest.seal import SealRecord
 from samerun.plan.migration import MigrationPlan
 from samerun.report.files import Gap, RunFiles
 from samerun.trace import StateLine, read_trace
-from samerun.verify.observed import Observed, observe
-from samerun.verify.stage import (
+from samerun.verify.evidence.observed import Observed, observe
+from samerun.verify.evidence.stage import (
     CONTROL,
     CONVERT,
     EVAL,
@@ -40,7 +40,7 @@ STAGE_TITLES = (
     ("Window", "Do the following updates stay in their bands, on the same samples?"),
     ("Judge", "Promote, reject or abstain."),
 )
-"""A title and the question that it answers, for each of `samerun.verify.stage.STAGES`."""
+"""A title and the question that it answers, for each of `samerun.verify.evidence.stage.STAGES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from samerun.report.charts import number_text
 from samerun.report.model import ReportModel
-from samerun.verify.observed import Observed
+from samerun.verify.evidence.observed import Observed
 
 
 @dataclass(frozen=True, slots=True)

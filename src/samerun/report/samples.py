@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from samerun.core.batch import Dealing
 from samerun.report.model import ReportModel
-from samerun.verify.audit import Audit, audit_prefix, audit_window, window_ids
-from samerun.verify.observed import Observed, ObservedUpdate, SampleId
+from samerun.verify.evidence.observed import Observed, ObservedUpdate, SampleId
+from samerun.verify.order.audit import Audit, audit_prefix, audit_window, window_ids
 
 MAX_CELLS = 6000
 """Cells (samples) that are drawn over all strips."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from samerun.report.curves import Curves, series
-from samerun.verify.observed import ObservedUpdate
+from samerun.verify.evidence.observed import ObservedUpdate
 
 
 def write(curves: Curves, folder: Path, final: Path, began: float) -> list[Path]:

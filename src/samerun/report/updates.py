@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from samerun.core.tolerance import Band, deviation
 from samerun.report.charts import Chart, Panel, Series, Value, number_text
 from samerun.report.model import EVAL, ReportModel
-from samerun.verify.numbers import NUMBERS
-from samerun.verify.observed import Observed, ObservedUpdate
+from samerun.verify.evidence.observed import Observed, ObservedUpdate
+from samerun.verify.updates.numbers import NUMBERS
 
 _TITLES: Mapping[str, str] = {
     "loss": "Loss",

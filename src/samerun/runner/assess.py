@@ -15,15 +15,15 @@ from samerun.manifest.models import Bounded, Manifest
 from samerun.plan.migration import MigrationPlan
 from samerun.plan.schedule import check_planned_rates
 from samerun.runner.evidence import judged_bands, throughput
-from samerun.verify.controls import Controls
-from samerun.verify.ending import Span, check_beside, check_ending, check_motion
-from samerun.verify.evaluate import Evaluation, check_evaluation, logit_deviation, loss_deviation, worst_example
-from samerun.verify.job import JobPlan
-from samerun.verify.movement import check_averages, check_end
-from samerun.verify.observed import Observed
-from samerun.verify.oracle import Oracle, compare_with_oracle, first_of
-from samerun.verify.updates import compare_window
-from samerun.verify.window import WindowPlan
+from samerun.verify.evidence.job import JobPlan
+from samerun.verify.evidence.observed import Observed
+from samerun.verify.evidence.window import WindowPlan
+from samerun.verify.updates.compare import compare_window
+from samerun.verify.updates.controls import Controls
+from samerun.verify.updates.ending import Span, check_beside, check_ending, check_motion
+from samerun.verify.updates.evaluate import Evaluation, check_evaluation, logit_deviation, loss_deviation, worst_example
+from samerun.verify.updates.movement import check_averages, check_end
+from samerun.verify.updates.oracle import Oracle, compare_with_oracle, first_of
 
 BOUNDARIES = ("log", "eval")
 

@@ -8,7 +8,7 @@ from typing import Any
 from samerun.errors import Problem, Severity
 from samerun.manifest.models import Bounded, Manifest
 from samerun.plan.migration import MigrationPlan
-from samerun.verify.stage import LOAD, UPDATE, WINDOW, StageResult
+from samerun.verify.evidence.stage import LOAD, UPDATE, WINDOW, StageResult
 
 EQUIVALENCE: Mapping[str, str | None] = {
     "continuation": "the uninterrupted run",

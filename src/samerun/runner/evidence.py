@@ -18,11 +18,11 @@ from samerun.errors import Problem, UsageError
 from samerun.manifest.models import Manifest
 from samerun.manifest.tolerances import METRICS, UserTolerance
 from samerun.trace import read_trace
-from samerun.verify.bands import plan_bands, split_bands, vanishing
-from samerun.verify.controls import Controls, complete_reference
-from samerun.verify.evaluate import Evaluation, evaluation_of
-from samerun.verify.observed import Observed, observe
-from samerun.verify.oracle import Oracle
+from samerun.verify.evidence.observed import Observed, observe
+from samerun.verify.updates.bands import plan_bands, split_bands, vanishing
+from samerun.verify.updates.controls import Controls, complete_reference
+from samerun.verify.updates.evaluate import Evaluation, evaluation_of
+from samerun.verify.updates.oracle import Oracle
 
 FIRST, REPEAT, ORACLE = "first", "repeat-{}", "oracle"
 

@@ -71,7 +71,7 @@ def check_source(checkpoint: Path, kept: TreeFingerprint, stage: str) -> list[Pr
 def inspect_again(checkpoint: Path) -> list[Problem]:
     """Returns every error that a deep inspection finds."""
     from samerun.formats.detect import open_checkpoint
-    from samerun.verify.structure import inspect_checkpoint
+    from samerun.verify.inspection.structure import inspect_checkpoint
 
     try:
         opened = open_checkpoint(checkpoint)

@@ -15,9 +15,9 @@ from samerun.runner.evidence import hash_file, read_observed
 from samerun.runner.guarded import check_untouched, fingerprint_watched
 from samerun.runner.launch import Job, fill_command, job_environment, new_token, run_job
 from samerun.runner.work import CONTROL, Work
-from samerun.verify.job import JobPlan, Outcome, check_job, check_outcome, describe_status
-from samerun.verify.observed import Observed
-from samerun.verify.stage import StageResult
+from samerun.verify.evidence.job import JobPlan, Outcome, check_job, check_outcome, describe_status
+from samerun.verify.evidence.observed import Observed
+from samerun.verify.evidence.stage import StageResult
 
 
 @dataclass(frozen=True, slots=True)

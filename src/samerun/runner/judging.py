@@ -21,10 +21,10 @@ from samerun.runner.progress import Silent
 from samerun.runner.rundir import RunDirectory
 from samerun.runner.stages import assess_candidate
 from samerun.runner.work import RECORDER_STAGE, Clock, Work
-from samerun.verify.job import check_job
+from samerun.verify.evidence.job import check_job
+from samerun.verify.evidence.observed import Observed
+from samerun.verify.evidence.stage import CONTROL, CONVERT, EVAL, INSPECT, JUDGE, LOAD, UPDATE, WINDOW, StageResult
 from samerun.verify.judge import Sealed, Verdict, judge
-from samerun.verify.observed import Observed
-from samerun.verify.stage import CONTROL, CONVERT, EVAL, INSPECT, JUDGE, LOAD, UPDATE, WINDOW, StageResult
 
 CANDIDATES = (LOAD, EVAL, UPDATE, WINDOW)
 

@@ -27,7 +27,7 @@ from typing import IO, Any, Protocol
 
 from samerun.errors import Problem, UsageError
 from samerun.manifest.models import fill_placeholders
-from samerun.verify.job import Outcome
+from samerun.verify.evidence.job import Outcome
 
 TOKEN = "SAMERUN_JOB"
 GRACE_SECONDS = 10.0

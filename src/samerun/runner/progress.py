@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from samerun.errors import Problem
-from samerun.verify.stage import StageResult
+from samerun.verify.evidence.stage import StageResult
 
 
 class Progress(Protocol):

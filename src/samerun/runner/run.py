@@ -24,8 +24,8 @@ from samerun.runner.progress import Progress, Silent
 from samerun.runner.rundir import RunDirectory
 from samerun.runner.stages import run_candidate, run_control, run_convert, run_inspect
 from samerun.runner.work import Work, read_digests
+from samerun.verify.evidence.stage import CONTROL, CONVERT, INSPECT, JUDGE, STAGES, StageResult
 from samerun.verify.judge import Verdict
-from samerun.verify.stage import CONTROL, CONVERT, INSPECT, JUDGE, STAGES, StageResult
 
 KEEPS_CONTROLS = ("manifest.tolerances.", "manifest.transition.reason", "manifest.convert")
 """Changes under which the controls that were run still say what they said."""

@@ -26,7 +26,7 @@ from samerun.errors import Problem, UsageError
 from samerun.manifest.seal import SealRecord
 from samerun.stores.local import write_atomic
 from samerun.trace import encode
-from samerun.verify.stage import STAGES, StageResult
+from samerun.verify.evidence.stage import STAGES, StageResult
 
 STATE_SCHEMA = "samerun/state/1"
 _OURS = {"manifest.yaml", "plan.json", "sealed.json", "state.json", "stages", "verdict.json", "report.html", "lock"}

@@ -54,20 +54,20 @@ from samerun.runner.work import (
     write_digests,
 )
 from samerun.stores.local import fingerprint_tree
-from samerun.verify.attribute import attribute
-from samerun.verify.controls import Controls
-from samerun.verify.evaluate import Evaluation
-from samerun.verify.job import JobPlan, check_job
-from samerun.verify.observed import Observed
-from samerun.verify.oracle import check_oracle
-from samerun.verify.soundness import check_controls
-from samerun.verify.stage import CONTROL, CONVERT, EVAL, INSPECT, LOAD, UPDATE, WINDOW, StageResult
-from samerun.verify.streams import check_kept_streams
+from samerun.verify.evidence.job import JobPlan, check_job
+from samerun.verify.evidence.observed import Observed
+from samerun.verify.evidence.stage import CONTROL, CONVERT, EVAL, INSPECT, LOAD, UPDATE, WINDOW, StageResult
+from samerun.verify.load.streams import check_kept_streams
+from samerun.verify.updates.attribute import attribute
+from samerun.verify.updates.controls import Controls
+from samerun.verify.updates.evaluate import Evaluation
+from samerun.verify.updates.oracle import check_oracle
+from samerun.verify.updates.soundness import check_controls
 
 
 def run_inspect(work: Work) -> StageResult:
     """Reads the whole checkpoint on this machine: complete, undamaged, resumable? Starts no process."""
-    from samerun.verify.structure import inspect_checkpoint
+    from samerun.verify.inspection.structure import inspect_checkpoint
 
     tree = fingerprint_tree(work.checkpoint)
     size = sum(item.size_bytes for item in tree.files.values())

@@ -16,8 +16,8 @@ from samerun.runner.guarded import read_fingerprint
 from samerun.runner.progress import Progress
 from samerun.runner.rundir import RunDirectory
 from samerun.stores.local import TreeFingerprint
-from samerun.verify.observed import Observed
-from samerun.verify.stage import (
+from samerun.verify.evidence.observed import Observed
+from samerun.verify.evidence.stage import (
     CONTROL,
     CONVERT,
     EVAL,
@@ -145,7 +145,7 @@ def check_state(
 
     `declare` replaces entries of the manifest's table: an oracle holds the same values in another type.
     """
-    from samerun.verify.load import check_loaded
+    from samerun.verify.load.check import check_loaded
 
     state = observed.state("loaded")
     if state is None:

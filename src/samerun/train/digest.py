@@ -97,7 +97,7 @@ def _digest_compiled(bits: torch.Tensor, runs: Runs, seed: int) -> int:
     """The compiled kernel for files: ten times as fast on a CPU, and worth its loading time for large shards only."""
     import numpy as np
 
-    from samerun.verify.kernel import sum_terms
+    from samerun.verify.state.kernel import sum_terms
 
     unsigned = bits.numpy().view(f"u{bits.element_size()}")
     return int(sum_terms(unsigned, runs.starts, runs.length, np.uint64(seed)))

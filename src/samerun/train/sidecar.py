@@ -15,7 +15,7 @@ from samerun.train.capture import capture_state
 from samerun.train.digest import digest_shard
 from samerun.train.measure import Local, read_local
 from samerun.train.shards import LocalShard, Shard
-from samerun.verify.sidecar import SCHEMA, sidecar_path
+from samerun.verify.state.sidecar import SCHEMA, sidecar_path
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,1 +1,4 @@
-"""Checks: a job, a load, an evaluation, updates and samples against what they must be; and the verdict."""
+"""Whether it is still the same run: `inspection`, `load`, `order` and `updates` compare, and `judge` has the last word.
+
+`state` holds what a checkpoint holds, by value; `evidence` what stages and jobs left behind.
+"""

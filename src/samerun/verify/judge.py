@@ -14,8 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from samerun.errors import Problem, Severity
+from samerun.verify.evidence.stage import (
+    CONTROL,
+    CONVERT,
+    EVAL,
+    INSPECT,
+    LOAD,
+    STAGES,
+    UPDATE,
+    WINDOW,
+    StageResult,
+    stages_of,
+)
 from samerun.verify.kinds import kind_of
-from samerun.verify.stage import CONTROL, CONVERT, EVAL, INSPECT, LOAD, STAGES, UPDATE, WINDOW, StageResult, stages_of
 
 SCHEMA = "samerun/judge/1"
 Decision = Literal["promote", "reject", "abstain"]

@@ -11,9 +11,9 @@ from samerun import __version__
 from samerun.core.box import check_tiling
 from samerun.errors import Problem, SamerunError, UsageError
 from samerun.formats.base import require_key
-from samerun.verify.compare import compare_checkpoints
-from samerun.verify.stage import problem_from_json
-from samerun.verify.structure import inspect_checkpoint
+from samerun.verify.evidence.stage import problem_from_json
+from samerun.verify.inspection.structure import inspect_checkpoint
+from samerun.verify.state.compare import compare_checkpoints
 from samerun.web.explorer.findings import explain
 from samerun.web.explorer.library import Library, Opened
 from samerun.web.explorer.live import read_live

@@ -15,7 +15,7 @@ from typing import Any
 from samerun.errors import FormatError, Severity
 from samerun.formats.base import Checkpoint
 from samerun.formats.detect import open_checkpoint
-from samerun.verify.structure import InspectReport, inspect_checkpoint
+from samerun.verify.inspection.structure import InspectReport, inspect_checkpoint
 from samerun.web.explorer.table import Table
 
 KEPT = 6

@@ -17,7 +17,7 @@ from samerun.errors import Problem, SamerunError
 from samerun.report.charts import Panel, Series, draw_panel
 from samerun.report.model import STAGE_TITLES
 from samerun.runner.rundir import RunDirectory
-from samerun.verify.stage import CONTROL, CONVERT, JUDGE, STAGES, UPDATE, StageResult, problem_from_json
+from samerun.verify.evidence.stage import CONTROL, CONVERT, JUDGE, STAGES, UPDATE, StageResult, problem_from_json
 from samerun.web.explorer.findings import explain
 
 LOG_BYTES = 8_192

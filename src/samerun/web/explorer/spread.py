@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from samerun.errors import FormatError, Problem
 from samerun.formats.base import Checkpoint
-from samerun.verify.digest import blocks, read_piece_blocks, unique_pieces
+from samerun.verify.state.digest import blocks, read_piece_blocks, unique_pieces
 
 BINS = 64
 WINDOW_ELEMENTS = 1 << 20

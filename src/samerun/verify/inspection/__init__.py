@@ -1,0 +1,1 @@
+"""Whether a checkpoint is whole, and what a resume from it has and lacks."""

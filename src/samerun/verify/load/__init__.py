@@ -1,0 +1,1 @@
+"""Whether a job holds what the checkpoint holds, once it has loaded it."""

@@ -1,0 +1,1 @@
+"""What a checkpoint holds, by value: digests, checksums, differences, coverage."""
