@@ -147,7 +147,7 @@ def save_fsdp2(rank: int, ranks: int, folder: Path, kind: str) -> Held:
 
 
 def save_fsdp1(rank: int, ranks: int, folder: Path) -> Held:
-    """FSDP1 with its flat parameters; every rank saves its local state dicts in a file of its own."""
+    """FSDP1 with its flat parameters; every rank saves its sharded state dicts in a file of its own."""
     import warnings
 
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -164,9 +164,9 @@ def save_fsdp1(rank: int, ranks: int, folder: Path) -> Held:
         scheduler = schedule_of(optimizer)
         train(wrapped, optimizer, scheduler, rank, ranks, reduce=False)
         (folder / "fsdp1").mkdir(exist_ok=True)
-        with FSDP.state_dict_type(wrapped, StateDictType.LOCAL_STATE_DICT):
+        with FSDP.state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT):
             saved = state_of(wrapped, optimizer, scheduler)
-            saved["optimizer"] = FSDP.optim_state_dict(wrapped, optimizer)  # by name, which tells shapes
+            saved["optimizer"] = FSDP.optim_state_dict(wrapped, optimizer)
             torch.save({**saved, "rank": rank, "world_size": ranks}, folder / "fsdp1" / f"model_rank{rank}.pt")
         with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT):
             full, moments = wrapped.state_dict(), FSDP.optim_state_dict(wrapped, optimizer)

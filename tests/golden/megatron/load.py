@@ -24,6 +24,7 @@ import make
 import numpy as np
 import torch
 import torch.distributed as dist
+from cases import DEFAULTS
 from fused import use_fused_adam
 
 
@@ -186,23 +187,15 @@ def warm() -> None:
 def read_truth(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
     """Returns the case of a run and its full state, as `make.py` or the corpus of real runs keeps them."""
     if (folder / "truth.json").exists():
-        return json.loads((folder / "truth.json").read_text())["case"], dict(np.load(folder / "truth.npz"))
+        case = json.loads((folder / "truth.json").read_text())["case"]
+        return {**DEFAULTS, **case}, dict(np.load(folder / "truth.npz"))
     from safetensors.torch import load_file
 
     layout = json.loads((folder / "TRUTH.json").read_text())["layout"]
     model = {"layers": 4, "hidden": 32, "heads": 4, "groups": 2, "kv": 8, "ffn": 48, "vocab": 100, "divisor": 8}
-    rest = {
-        "bias": False,
-        "norm": "RMSNorm",
-        "tied": False,
-        "first": None,
-        "bucket": None,
-        "singleton": False,
-        "fp32": False,
-    }
     degrees = {axis: layout.get(axis) or 1 for axis in ("tp", "pp", "ep")}
-    case = {**model, **rest, **degrees, "experts": 4 if "moe" in folder.name else 0, "expert_bias": False}
-    case |= {"vpp": layout.get("vpp"), "etp": None, "world": layout["world"], "encoding": "?"}
+    case = {**DEFAULTS, **model, **degrees, "experts": 4 if "moe" in folder.name else 0}
+    case |= {"vpp": layout.get("vpp"), "world": layout["world"], "encoding": "?"}
     return case, {name: value.numpy() for name, value in load_file(folder / "TRUTH.safetensors").items()}
 
 
