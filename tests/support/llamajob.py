@@ -153,6 +153,8 @@ def save_fsdp1(rank: int, ranks: int, folder: Path) -> Held:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp import StateDictType
 
+    from support.rankfiles import full_fsdp1
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP1 is deprecated, and says so in many ways
         model = build()
@@ -168,8 +170,8 @@ def save_fsdp1(rank: int, ranks: int, folder: Path) -> Held:
             saved = state_of(wrapped, optimizer, scheduler)
             saved["optimizer"] = FSDP.optim_state_dict(wrapped, optimizer)
             torch.save({**saved, "rank": rank, "world_size": ranks}, folder / "fsdp1" / f"model_rank{rank}.pt")
-        with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT):
-            full, moments = wrapped.state_dict(), FSDP.optim_state_dict(wrapped, optimizer)
+        held = full_fsdp1(wrapped, optimizer)  # offloaded to the CPU, torch 2.13 gives all moments one buffer
+        full, moments = held["model"], held["optimizer"]
     tensors = {f"param:{name}": value.numpy().copy() for name, value in full.items()}
     for name, slots in moments["state"].items():
         tensors |= {f"optim.{slot}:{name}": value.numpy().copy() for slot, value in slots.items()}
