@@ -280,6 +280,7 @@ def test_the_report_of_a_run_opens_with_its_evidence(open_view: Open, server: Ex
     report = opened.value
     problems: list[str] = []
     report.on("console", lambda message: problems.append(message.text))
+    report.wait_for_load_state()
     report.reload()
     assert report.locator(".verdict .word").inner_text() == "REJECT"
     report.locator("#chart-loss .plot").focus()

@@ -14,7 +14,7 @@ from samerun.formats.mcore.flat import align
 from samerun.formats.mcore.run import Run
 from samerun.formats.megatron.revive import revive, revive_arguments
 from samerun.formats.megatron.settings import Settings
-from samerun.formats.statedict.carry import Unwritable
+from samerun.formats.statedict.carry import Unwritable, writable
 from samerun.formats.torchfile.nodes import Instance, Named
 
 ENCODING = "fully_reshardable"
@@ -44,6 +44,7 @@ def plan_common(state: LogicalState, run: Run, wanted: Layout, settings: Setting
     common.value["checkpoint_version"] = 3.0
     common.value["iteration"] = state.progress.update or 0
     optimizer: dict[str, Any] = {}
+    own = state.format in ("megatron", "megatron-legacy")
     for name, value in state.objects.items():
         if name in _OWN:
             continue
@@ -52,6 +53,8 @@ def plan_common(state: LogicalState, run: Run, wanted: Layout, settings: Setting
             continue
         try:
             ready = revive(value)
+            if not own:  # `common.pt` is loaded with weights_only=True, which takes no array
+                ready = writable(ready)
         except Unwritable as error:
             common.dropped[name] = str(error)
             continue
