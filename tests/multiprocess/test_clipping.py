@@ -17,12 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from multiprocess.test_contribution import shard
-from multiprocess.test_contribution_parts import EXPERTS, Experts, make_experts
 from samerun.core.batch import Dealing
 from samerun.trace import read_trace
 from samerun.train import ContributionMean, Recorder
 from support.contribution import Case, Toy, make_model, reference, run_update
+from support.experts import EXPERTS, Experts, make_experts, shard
 from support.gloo import run_ranks
 
 DEALINGS = {2: ((5, 0), (3, 4), (1, 3)), 4: ((2, 0, 3, 1), (1, 4, 0, 5))}

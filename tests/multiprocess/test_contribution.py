@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,6 +18,7 @@ from samerun.core.batch import deal
 from samerun.errors import UsageError
 from samerun.train.contribution import ContributionMean, accumulate
 from support.contribution import Toy, check_cases, count, gradients, loss_sum, make_data, make_model, reference
+from support.experts import shard
 from support.gloo import run_ranks
 
 
@@ -25,15 +26,6 @@ def on_ddp(rank: int, world_size: int) -> int:
     return check_cases(
         lambda dtype: DistributedDataParallel(make_model(dtype)), ContributionMean(replicas=world_size), rank
     )
-
-
-def shard(model: Toy, mesh: Any) -> Toy:
-    for part in (*model.blocks, model):
-        fully_shard(part, mesh=mesh)
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.set_force_sum_reduction_for_comms(True)  # gloo has no average; still divides afterwards
-    return model
 
 
 def on_fsdp(rank: int, world_size: int) -> int:

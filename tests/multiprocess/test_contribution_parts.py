@@ -6,64 +6,17 @@ Both cross the passes of all replicas with collectives of the forward, so that e
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from samerun.core.mesh import Layout
 from samerun.train.contribution import ContributionMean
-from support.contribution import HIDDEN, LENGTH, WIDTH, Toy, check_cases, make_model
+from support.contribution import LENGTH, Toy, check_cases, make_model
+from support.experts import EXPERTS, make_experts
 from support.gloo import run_ranks
-
-EXPERTS = 4
-
-
-class Experts(torch.nn.Module):
-    """A block whose tokens go to one of four experts, of which a rank of `group` holds as many as every other one."""
-
-    def __init__(self, first: int, number: int, group: Any = None) -> None:
-        super().__init__()
-        self.first, self.number, self.group = first, number, group
-        every = torch.Generator().manual_seed(5)
-        up = torch.randn(EXPERTS, WIDTH, HIDDEN, generator=every, dtype=torch.float64)
-        down = torch.randn(EXPERTS, HIDDEN, WIDTH, generator=every, dtype=torch.float64)
-        self.up = torch.nn.Parameter(up[first : first + number].clone())
-        self.down = torch.nn.Parameter(down[first : first + number].clone())
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        expert = (hidden.detach().abs().sum(1) * 1e3).long() % EXPERTS
-        order = torch.argsort(expert, stable=True)
-        sent = torch.bincount(expert, minlength=EXPERTS)
-        mine, sizes = hidden[order], [sent]
-        if self.group is None:
-            return hidden + self.apply_to(mine, sent)[torch.argsort(order)]
-        ranks = dist.get_world_size(self.group)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        sizes = [counts.reshape(ranks, -1).sum(1).tolist() for counts in (received, sent)]
-        there = all_to_all_single_autograd(mine, *sizes, self.group)
-        owner = torch.arange(self.number).repeat(ranks).repeat_interleave(received)
-        grouped = torch.argsort(owner, stable=True)
-        done = self.apply_to(there[grouped], torch.bincount(owner, minlength=self.number))[torch.argsort(grouped)]
-        back = all_to_all_single_autograd(done, sizes[1], sizes[0], self.group)
-        return hidden + back[torch.argsort(order)]
-
-    def apply_to(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        parts = tokens.split(counts.tolist())
-        return torch.cat(
-            [torch.tanh(part @ up) @ down for part, up, down in zip(parts, self.up, self.down, strict=True)]
-        )
-
-
-def make_experts(dtype: torch.dtype, first: int = 0, number: int = EXPERTS, group: Any = None) -> Toy:
-    model = make_model(torch.float64)
-    model.blocks[1] = Experts(first, number, group)
-    return model.to(dtype)
 
 
 def on_experts(rank: int, world_size: int) -> int:
