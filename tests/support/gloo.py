@@ -9,6 +9,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,7 +31,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         ranks: list[tuple[Any, Connection]] = []
         for rank in range(world_size):
-            receiving, sending = context.Pipe(duplex=False)
+            receiving, sending = context.Pipe()
             process = context.Process(
                 target=_run_rank,
                 args=(sending, f"{folder}/store", rank, world_size, function, args),
@@ -42,6 +43,9 @@ def run_ranks(
         try:
             return [_receive(rank, receiving, timeout) for rank, (_, receiving) in enumerate(ranks)]
         finally:
+            for _, receiving in ranks:
+                with suppress(OSError):
+                    receiving.send("received")
             for process, _ in ranks:
                 process.join(timeout=5)
                 if process.is_alive():
@@ -84,6 +88,7 @@ def _run_rank(
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
         sending.send((True, function(rank, world_size, *args)))
+        sending.poll(60)  # tensors are fetched from this process while they are received
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
