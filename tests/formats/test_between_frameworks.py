@@ -174,6 +174,17 @@ def test_groups_are_dealt_as_megatron_deals_them(
         assert (group["is_expert_parallel"], group["bias_correction"]) == (False, True)
 
 
+def test_what_another_framework_keeps_as_arrays_does_not_stop_megatron_s_loader(tmp_path: Path) -> None:
+    """megatron.core reads `common.pt` with torch.load's default, which refuses NumPy's arrays."""
+    source = write_llama(tmp_path / "run.pt")
+    mixture = {"counts": np.arange(5), "draws": np.random.RandomState(3).get_state()}
+    torch.save({**torch.load(source, weights_only=True), "mixture": mixture}, source)
+    convert(source, tmp_path / "meg", "megatron", names=MAPPED, allow=["SR-MGW-ARGS"])
+    common = torch.load(tmp_path / "meg" / "iter_0000001" / "common.pt", weights_only=True)
+    assert common["mixture.counts"].tolist() == [0, 1, 2, 3, 4]
+    assert common["mixture.draws"][1].tolist() == mixture["draws"][1].tolist()
+
+
 def test_groups_of_megatron_s_own_stay(tmp_path: Path) -> None:
     assert "SR-MGW-REGROUPED" not in convert(MEGATRON, tmp_path / "out", "megatron")
 
