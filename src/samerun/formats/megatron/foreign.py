@@ -67,7 +67,8 @@ def _check_alike(members: list[tuple[str, Mapping[str, Any]]], *, decaying: bool
         if not odd:
             continue
         what = "that decay" if decaying else "of one dimension, and biases"
-        shown = ", ".join(fqn for fqn, _ in odd[:_SHOWN]) + (f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else "")
+        more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
+        shown = ", ".join(fqn for fqn, _ in odd[:_SHOWN]) + more
         found.append(
             Problem(
                 "SR-MGW-GROUPS",
