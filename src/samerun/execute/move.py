@@ -24,7 +24,7 @@ from samerun.stores.remote import REQUEST_BYTES, RemoteFile
 
 STEP_BYTES = 8 << 20  # between two looks at whether the work was cancelled
 BUFFER_BYTES = 512 << 10  # stays in a core's own cache
-_PART_BYTES = 64 << 10  # see `_write_parts`
+_PART_BYTES = 256 << 10  # see `_write_parts`
 _MAX_OPEN_FILES = 64
 _PAGE_BYTES = 4096
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -196,7 +196,7 @@ def _write_parts(target: int, content: memoryview, at: int) -> None:
     For a long aligned write the kernel looks for as large a run of free memory to keep it in. Where memory is
     fragmented, finding one takes several times as long as the copying.
     """
-    part = _PART_BYTES if at % _PAGE_BYTES == 0 else len(content)
+    part = _PART_BYTES
     for first in range(0, len(content), part):
         write_all(target, content[first : first + part], at + first)
 
