@@ -14,20 +14,31 @@ from hypothesis import strategies as st
 from samerun.core.digest import MULTIPLIER_1, MULTIPLIER_2, STRIDE
 from samerun.errors import CorruptCheckpoint
 from samerun.verify.state.digest import digest_checkpoint
-from samerun.verify.state.kernel import sum_terms
+from samerun.verify.state.kernel import BY_HALVES, NATIVE, Step, sum_terms
 from support.memory import MemoryCheckpoint
 
+LENGTHS = [
+    (0, 0),
+    (0, 5),
+    (3, 0),
+    (1, 1),
+    (1, 7),
+    (5, 1),
+    (3, 257),
+    (2, 4099),
+    *((3, n) for n in (19, 20, 21, 35, 36, 37)),
+]
 
+
+@pytest.mark.parametrize("step", [NATIVE, BY_HALVES])
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
-@pytest.mark.parametrize(
-    ("runs", "length"), [(0, 0), (0, 5), (3, 0), (1, 1), (1, 7), (5, 1), (3, 257), (2, 4099), (3, 35), (3, 36), (3, 37)]
-)
-def test_every_width_and_length_is_summed_as_defined(width: int, runs: int, length: int) -> None:
+@pytest.mark.parametrize(("runs", "length"), LENGTHS)
+def test_every_width_and_length_is_summed_as_defined(width: int, runs: int, length: int, step: Step) -> None:
     random = np.random.default_rng(7)
     bits = random.integers(0, 256, runs * length * width, dtype=np.uint8).view(f"u{width}")
     starts = random.integers(0, 1 << 63, runs, dtype=np.uint64)
     seed = 0xFEDC_BA98_7654_3210
-    assert sum_terms(bits, starts, length, seed) == defined(bits, starts, length, seed)
+    assert sum_terms(bits, starts, length, seed, step=step) == defined(bits, starts, length, seed)
 
 
 def defined(bits: npt.NDArray[Any], starts: npt.NDArray[np.uint64], length: int, seed: int) -> int:
@@ -47,17 +58,18 @@ def defined(bits: npt.NDArray[Any], starts: npt.NDArray[np.uint64], length: int,
     seed=st.integers(0, (1 << 64) - 1),
     shift=st.integers(0, 7),
     fill=st.integers(0, 255) | st.none(),
+    step=st.sampled_from([NATIVE, BY_HALVES]),
 )
 def test_steps_and_what_is_left_of_a_run_meet_without_a_gap(
-    width: int, runs: int, length: int, start: int, seed: int, shift: int, fill: int | None
+    width: int, runs: int, length: int, start: int, seed: int, shift: int, fill: int | None, step: Step
 ) -> None:
-    """A step takes 36 elements. Files put values at any address: nothing is assumed of it."""
+    """A step takes 20 or 36 elements. Files put values at any address: nothing is assumed of it."""
     random = np.random.default_rng(length)
     size = runs * length * width
     content = np.full(size + shift, fill or 0, np.uint8) if fill else random.integers(0, 256, size + shift, np.uint8)
     starts = (np.uint64(start) + np.arange(runs, dtype=np.uint64) * np.uint64(977)).astype(np.uint64)
     bits = content[shift:].view(f"u{width}")
-    assert sum_terms(bits, starts, length, seed) == defined(bits.copy(), starts, length, seed)
+    assert sum_terms(bits, starts, length, seed, step=step) == defined(bits.copy(), starts, length, seed)
 
 
 def test_it_reads_nothing_beyond_what_it_is_given() -> None:

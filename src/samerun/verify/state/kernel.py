@@ -1,30 +1,40 @@
 """The digest's inner loop, compiled at first use for this machine's processor, for one element width at a time.
 
 A core computes with vectors and with single numbers at once, by units of their own. So a run of elements is worked on
-at two places: its first eight ninths by vectors, the last ninth number by number in between. For 16-bit elements that
-is a tenth faster than vectors alone. What is left of a run after whole steps, and runs shorter than one, go through a
-plain loop.
+at two places: most of it by vectors, the end number by number in between. For 16-bit elements that is a tenth faster
+than vectors alone. What is left of a run after whole steps, and runs shorter than one, go through a plain loop.
+
+Only AVX-512 multiplies vectors of 64-bit numbers. Elsewhere a product is put together from those of 32-bit halves,
+which leaves the single numbers a larger part: a fifth instead of a ninth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from samerun.core import digest
-from samerun.stores.native import compile_loop
+from samerun.stores.native import compile_loop, cpu_features
 
 _LANES = 8  # 64-bit numbers in a vector; a processor with shorter ones takes several
-_VECTORS = 4  # per step
-_SINGLES = 4  # per step
-_IN_VECTORS = _LANES * _VECTORS
-_STEP = _IN_VECTORS + _SINGLES
-
 _WIDE = f"<{_LANES} x i64>"
+_HALF = (1 << 32) - 1
+
+
+class Step(NamedTuple):
+    """What one round of the loop does: how many vectors, how many single numbers, and how vectors are multiplied."""
+
+    vectors: int
+    singles: int
+    by_halves: bool
+
+
+NATIVE = Step(4, 4, by_halves=False)  # 1.7 times as fast as `BY_HALVES` where the processor can
+BY_HALVES = Step(2, 4, by_halves=True)  # 1.2 times as fast as `NATIVE` where it cannot
 
 _BEGIN = """
 declare i64 @llvm.vector.reduce.add.v{lanes}i64({wide})
@@ -131,20 +141,39 @@ _MIX = """
   %{n}.stored = load {stored}, ptr %{n}.at, align 1
   %{n}.bits = {widen}
 {first}
-  %{n}.z1 = mul {kind} %{n}.x0, {m1}
+{product1}
   %{n}.s1 = lshr {kind} %{n}.z1, {c27}
   %{n}.x1 = xor {kind} %{n}.z1, %{n}.s1
-  %{n}.z2 = mul {kind} %{n}.x1, {m2}
+{product2}
   %{n}.s2 = lshr {kind} %{n}.z2, {c31}
   %{n}.term = xor {kind} %{n}.z2, %{n}.s2
 """
+# Modulo 2**64: low * low, and 2**32 times the sum of both products of a low and a high half, themselves modulo 2**32.
+_PRODUCT_OF_HALVES = """
+  %{n}.halves{i} = bitcast {kind} %{n}.{x} to <{halves} x i32>
+  %{n}.cross{i} = mul <{halves} x i32> %{n}.halves{i}, {exchanged}
+  %{n}.high{i} = bitcast <{halves} x i32> %{n}.cross{i} to {kind}
+  %{n}.moved{i} = lshr {kind} %{n}.high{i}, {c32}
+  %{n}.both{i} = add {kind} %{n}.high{i}, %{n}.moved{i}
+  %{n}.upper{i} = shl {kind} %{n}.both{i}, {c32}
+  %{n}.low{i} = and {kind} %{n}.{x}, {mask}
+  %{n}.lower{i} = mul {kind} %{n}.low{i}, {low}
+  %{n}.z{i} = add {kind} %{n}.lower{i}, %{n}.upper{i}
+"""
 
 
-def sum_terms(bits: npt.NDArray[Any], starts: npt.NDArray[np.uint64], length: int, seed: int | np.uint64) -> int:
+def sum_terms(
+    bits: npt.NDArray[Any],
+    starts: npt.NDArray[np.uint64],
+    length: int,
+    seed: int | np.uint64,
+    *,
+    step: Step | None = None,
+) -> int:
     """Sums the terms of runs of `length` elements that follow each other in `bits`; see `samerun.core.digest`.
 
     `bits` is a contiguous vector of unsigned integers with `length` elements per entry of `starts`. Other threads run
-    meanwhile.
+    meanwhile. `step` is the way to compute it, by default the fastest here; the sum is the same.
 
     Raises:
         ValueError: if `bits` has another number of elements, or they do not follow each other.
@@ -152,52 +181,76 @@ def sum_terms(bits: npt.NDArray[Any], starts: npt.NDArray[np.uint64], length: in
     if bits.size != starts.size * length or not (bits.flags.c_contiguous and starts.flags.c_contiguous):
         raise ValueError(f"{bits.size} elements are not {starts.size} contiguous runs of {length}")
     width = 8 * bits.dtype.itemsize
-    return _loop(width)(bits.ctypes.data, starts.ctypes.data, starts.size, length, int(seed))
+    return _loop(width, step or _best_step())(bits.ctypes.data, starts.ctypes.data, starts.size, length, int(seed))
 
 
 @cache
-def _loop(width: int) -> Callable[..., int]:
+def _best_step() -> Step:
+    """Returns what suits this processor."""
+    features = cpu_features()
+    return BY_HALVES if features.get("avx2") and not features.get("avx512dq") else NATIVE
+
+
+@cache
+def _loop(width: int, step: Step) -> Callable[..., int]:
     """Returns the loop for one element width in bits."""
+    in_vectors = _LANES * step.vectors
     facts = {
         "width": width,
         "wide": _WIDE,
         "lanes": _LANES,
-        "vectors": _VECTORS,
-        "singles": _SINGLES,
-        "in_vectors": _IN_VECTORS,
-        "step": _STEP,
+        "vectors": step.vectors,
+        "singles": step.singles,
+        "in_vectors": in_vectors,
+        "step": in_vectors + step.singles,
         "stride": digest.STRIDE,
         "lane_keys": _vector([lane * digest.STRIDE for lane in range(_LANES)]),
-        "step_keys": _vector([_IN_VECTORS * digest.STRIDE] * _LANES),
-        "singles_key": _SINGLES * digest.STRIDE & digest.MASK,
-        "left": _mix("left", width, 1),
+        "step_keys": _vector([in_vectors * digest.STRIDE] * _LANES),
+        "singles_key": step.singles * digest.STRIDE & digest.MASK,
+        "left": _mix("left", width),
     }
-    body = [*(_vectors(width, i) for i in range(_VECTORS)), *(_singles(width, i) for i in range(_SINGLES))]
-    return compile_loop(_BEGIN.format(**facts) + "".join(body) + _END.format(**facts), 5)
+    vectors = [_vector_part(width, i, by_halves=step.by_halves) for i in range(step.vectors)]
+    singles = [_single_part(width, i) for i in range(step.singles)]
+    return compile_loop(_BEGIN.format(**facts) + "".join(vectors + singles) + _END.format(**facts), 5)
 
 
-def _vectors(width: int, i: int) -> str:
+def _vector_part(width: int, i: int, *, by_halves: bool) -> str:
     """Returns the instructions for vector `i` of a step."""
     first = i * _LANES
     keys = _vector([first * digest.STRIDE] * _LANES)
     sum, next = f".{i}" if i else "", i + 1
-    return _VECTOR.format(
-        i=i, width=width, wide=_WIDE, first=first, keys=keys, sum=sum, next=next, term=_mix(f"v{i}", width, _LANES)
-    )
+    term = _mix(f"v{i}", width, _LANES, by_halves=by_halves)
+    return _VECTOR.format(i=i, width=width, wide=_WIDE, first=first, keys=keys, sum=sum, next=next, term=term)
 
 
-def _singles(width: int, i: int) -> str:
+def _single_part(width: int, i: int) -> str:
     """Returns the instructions for single number `i` of a step."""
     key, sum, next = i * digest.STRIDE & digest.MASK, f".{i}" if i else "", i + 1
-    return _SINGLE.format(i=i, width=width, key=key, sum=sum, next=next, term=_mix(f"s{i}", width, 1))
+    return _SINGLE.format(i=i, width=width, key=key, sum=sum, next=next, term=_mix(f"s{i}", width))
 
 
-def _mix(name: str, width: int, lanes: int) -> str:
+def _mix(name: str, width: int, lanes: int = 1, *, by_halves: bool = False) -> str:
     """Returns the instructions that make `%name.term` of the elements at `%name.at` with `%name.key`."""
     kind, stored = (_WIDE, f"<{lanes} x i{width}>") if lanes > 1 else ("i64", f"i{width}")
 
     def constant(value: int) -> str:
         return _vector([value] * lanes) if lanes > 1 else str(value)
+
+    def product(i: int, x: str, factor: int) -> str:
+        if not by_halves:
+            return f"  %{name}.z{i} = mul {kind} %{name}.{x}, {constant(factor)}"
+        low, high = factor & _HALF, factor >> 32
+        return _PRODUCT_OF_HALVES.format(
+            n=name,
+            i=i,
+            x=x,
+            kind=kind,
+            halves=2 * lanes,
+            exchanged=f"<{', '.join([f'i32 {high}, i32 {low}'] * lanes)}>",
+            c32=constant(32),
+            mask=constant(_HALF),
+            low=constant(low),
+        )
 
     zero = "zeroinitializer" if lanes > 1 else "0"
     widen = f"zext {stored} %{name}.stored to {kind}" if width < 64 else f"add {kind} %{name}.stored, {zero}"
@@ -208,8 +261,8 @@ def _mix(name: str, width: int, lanes: int) -> str:
         stored=stored,
         widen=widen,
         first=first,
-        m1=constant(digest.MULTIPLIER_1),
-        m2=constant(digest.MULTIPLIER_2),
+        product1=product(1, "x0", digest.MULTIPLIER_1),
+        product2=product(2, "x1", digest.MULTIPLIER_2),
         c27=constant(27),
         c31=constant(31),
     )
