@@ -71,6 +71,7 @@ class Coverage:
 
 
 _EXACT = Coverage()
+_FEW = 16  # boxes that are looked at one by one
 
 
 def find_outside(shape: tuple[int, ...], tiling: Tiling) -> tuple[int, ...]:
@@ -168,6 +169,8 @@ def check_tiling(shape: tuple[int, ...], tiling: Tiling) -> Coverage:
     Boxes that repeat another one are replicas and count once. Empty boxes are allowed. The region is split wherever a
     plane cuts no box, until boxes stand alone; what no plane splits is cut into slabs.
     """
+    if len(tiling) <= _FEW and _in_a_row(shape, tiling):
+        return _EXACT
     return _check_tiling(shape, tiling, _Budget(len(tiling)))
 
 
@@ -181,6 +184,25 @@ class _Budget:
         """Takes the cost of visiting a region with so many boxes; returns False once nothing is left."""
         self.left -= num_boxes + _REGION_COST
         return self.left >= 0
+
+
+def _in_a_row(shape: tuple[int, ...], tiling: Tiling) -> bool:
+    """Whether the boxes follow each other along one dimension, whole in all others: a tensor in one piece, or in rows.
+
+    Seen without array operations, which cost more than everything else where there are only a few boxes.
+    """
+    offsets, sizes = tiling.offsets.tolist(), tiling.sizes.tolist()
+    if not offsets or 0 in shape:
+        return False
+    cut = next((dim for dim, size in enumerate(sizes[0]) if size != shape[dim]), 0)
+    at = 0
+    for offset, size in zip(offsets, sizes, strict=True):
+        for dim, length in enumerate(shape):
+            first, long = (at, size[dim]) if dim == cut else (0, length)
+            if offset[dim] != first or size[dim] != long or long <= 0:
+                return False
+        at += size[cut] if shape else 1
+    return at == (shape[cut] if shape else 1)
 
 
 def _check_tiling(shape: tuple[int, ...], tiling: Tiling, budget: _Budget) -> Coverage:

@@ -39,6 +39,7 @@ from samerun.stores.remote import find_remote
 
 _BUFFERS_PER_THREAD = 4  # what is stored, what it is cast to, what is written, and one to spare
 _SMALLEST_TILE_BYTES = 64 << 10
+_FLUSHING = 4  # files flushed to disk at once: each waits for the disk, which takes several in hardly more time
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +171,19 @@ class Execution:
         for parts in self.done.values():
             for file, at, length, checksum in parts:
                 segments.setdefault(file, []).append((at, length, checksum))
-        for number, file in enumerate(self.plan.destination.files):
+
+        def finish(number: int) -> None:
             self.look()
-            target = self.targets.get(self.paths[number])
+            file, target = self.plan.destination.files[number], self.targets.get(self.paths[number])
             summed = sum_file(file, segments.get(number, []), self.work.cuts.get(number, ()))
             for checksum, value in summed:
                 for place in checksum.places:
                     write_all(target, value.to_bytes(4, "little"), place)
             os.fsync(target)
+
+        with ThreadPoolExecutor(max_workers=_FLUSHING) as pool:
+            for _ in pool.map(finish, range(len(self.paths))):
+                pass
         for folder in sorted({os.path.dirname(path) for path in self.paths}):
             flush_directory(folder)
 

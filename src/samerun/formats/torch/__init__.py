@@ -1,5 +1,1 @@
 """One file that torch.save wrote, holding a model or a whole training state in any of the usual nestings."""
-
-from samerun.formats.torch.reader import open_torch
-
-__all__ = ["open_torch"]
