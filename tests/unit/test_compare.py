@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,7 @@ from samerun.core.state import ParamGroup, RecordedProgress
 from samerun.errors import CorruptCheckpoint, Problem, UsageError
 from samerun.formats.mapfile import read_name_map
 from samerun.formats.mapped import MappedCheckpoint
+from samerun.verify.state import compare as verify_compare
 from samerun.verify.state import digest as verify_digest
 from samerun.verify.state.compare import compare_checkpoints
 from support import toy
@@ -91,6 +93,38 @@ def test_numbers_that_are_not_finite() -> None:
         (difference,) = compare(*pair, atol=1e9).values
         assert difference.changed == 2
         assert difference.max_abs == np.inf
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "complex64", "int64", "uint8"])
+def test_distances_are_those_of_the_whole_tensor_however_it_is_gone_through(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify_compare, "_CHUNK_ELEMENTS", 7)
+    a = (RNG.normal(size=(13, 11)) * 40).astype(np.dtype(getattr(ml_dtypes, kind, kind)))
+    b = a.copy()
+    b[3:5, 2:9] = b[3:5, 2:9] * a.dtype.type(2)
+    found = compare({"param:w": a}, {"param:w": b}).values[0]
+    wide = np.complex128 if a.dtype.kind == "c" else np.float64
+    gap = np.abs(a.astype(wide) - b.astype(wide))
+    assert found.changed == np.count_nonzero(gap)
+    assert found.max_abs == gap.max()
+    assert found.rel_l2 == pytest.approx(np.linalg.norm(gap) / np.linalg.norm(a.astype(wide)), rel=1e-12)
+
+
+def test_integers_that_no_float_tells_apart_are_not_equal() -> None:
+    large = np.array([2**53, -(2**63), 5], np.int64)
+    found = compare({"buffer:n": large}, {"buffer:n": large + np.array([1, 0, 0])}).values
+    assert [(item.changed, item.max_abs) for item in found] == [(1, 1.0)]
+    ends = compare({"buffer:n": np.array([-(2**63)])}, {"buffer:n": np.array([2**63 - 1])}).values
+    assert ends[0].max_abs == 2.0**64
+
+
+def test_an_infinity_on_one_side_makes_both_distances_infinite() -> None:
+    mixed = np.array([1.0, np.inf, np.nan, 2.0], np.float32)
+    found = compare({"param:w": mixed}, {"param:w": np.array([1.0, 3.0, np.nan, 2.0], np.float32)}).values[0]
+    assert (found.changed, found.max_abs, found.rel_l2) == (1, np.inf, np.inf)
+    found = compare({"param:w": mixed}, {"param:w": np.array([1.0, np.inf, np.nan, 2.5], np.float32)}).values[0]
+    assert (found.changed, found.max_abs) == (1, 0.5)
 
 
 def test_counters_are_compared_by_value() -> None:
