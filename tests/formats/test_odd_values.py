@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import nn
 
+from samerun.errors import CorruptCheckpoint
 from samerun.formats.detect import open_checkpoint
 from samerun.formats.torchfile.values import BACKWARD, PICKLED_TENSOR, Inert
 from samerun.verify.inspection.structure import inspect_checkpoint
+from support.dcp import save
 
 
 class Node:
@@ -179,3 +181,154 @@ def test_state_that_shows_no_shape_is_named_with_a_warning(make: Any, tmp_path: 
     else:
         assert "SR-OPT-ORDER" in codes
         assert "SR-OPT-OPEN" not in codes
+
+
+def complex_values() -> torch.Tensor:
+    return torch.complex(torch.arange(6.0).reshape(2, 3), torch.ones(2, 3))
+
+
+BITS = {
+    "conjugate": lambda: complex_values().conj(),
+    "negative": lambda: complex_values().conj().imag,
+    "transposed": lambda: complex_values().conj().imag.t(),
+}
+
+
+@pytest.mark.parametrize("container", ["zip", "legacy"])
+@pytest.mark.parametrize("kind", BITS)
+def test_a_tensor_that_is_another_sign_of_what_is_stored_is_not_read_as_stored(
+    kind: str, container: str, tmp_path: Path
+):
+    """torch keeps `conj()` as a bit beside the storage: what is stored has the other sign."""
+    state = trained()
+    state["model"]["freqs"] = BITS[kind]()
+    path = tmp_path / "c.pt"
+    torch.save(state, path, _use_new_zipfile_serialization=container == "zip")
+    checkpoint = open_checkpoint(path)
+    assert not [key for key in checkpoint.state.tensors if key.endswith(":freqs")]
+    report = inspect_checkpoint(checkpoint)
+    assert [problem.where["tensor"] for problem in report.problems if problem.code == "SR-COV-RECORD"] == [
+        "model.freqs"
+    ]
+    assert not report.complete
+
+
+@pytest.mark.parametrize("kind", BITS)
+def test_the_same_values_without_the_bit_are_read(kind: str, tmp_path: Path):
+    state = trained()
+    truth = state["model"]["freqs"] = BITS[kind]().resolve_conj().resolve_neg()
+    torch.save(state, tmp_path / "c.pt")
+    checkpoint = open_checkpoint(tmp_path / "c.pt")
+    key = next(key for key in checkpoint.state.tensors if key.endswith(":freqs"))
+    assert np.array_equal(checkpoint.read(key), truth.numpy())
+    assert inspect_checkpoint(checkpoint).complete
+
+
+def test_a_conjugate_in_a_dcp_directory_is_refused(tmp_path: Path):
+    checkpoint = open_checkpoint(save({"model": {**trained()["model"], "freqs": BITS["conjugate"]()}}, tmp_path / "d"))
+    report = inspect_checkpoint(checkpoint, deep=True)
+    assert "SR-FILE-MISMATCH" in {problem.code for problem in report.problems}
+    assert not report.complete
+    with pytest.raises(CorruptCheckpoint):
+        checkpoint.read("buffer:freqs")
+
+
+NOTHING: dict[str, Any] = {
+    "none": None,
+    "empty": {},
+    "nested nothing": {"train": None, "eval": {}, "names": [""]},
+}
+
+
+@pytest.mark.parametrize("kind", NOTHING)
+@pytest.mark.parametrize("form", ["torch", "dcp"])
+def test_a_section_without_content_is_not_had(kind: str, form: str, tmp_path: Path):
+    """A run on plain loaders saves `dataset_state` and such all the same: nothing in it restores the place."""
+    names = ("dataloader", "sampler", "dataset_state", "rng_state", "scaler")
+    state = {**trained(), **dict.fromkeys(names, NOTHING[kind])}
+    if form == "torch":
+        torch.save(state, tmp_path / "c.pt")
+    path = tmp_path / "c.pt" if form == "torch" else save(state, tmp_path / "c")
+    report = inspect_checkpoint(open_checkpoint(path))
+    assert not {"data", "rng", "scaler"} & set(report.resumable.have)
+    assert {"data", "rng"} <= set(report.resumable.lack)
+    assert {"SR-DATA-MISSING", "SR-RNG-MISSING"} <= {problem.code for problem in report.problems}
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp"])
+def test_what_describes_the_data_is_no_place_in_them(form: str, tmp_path: Path):
+    about = {
+        "dataset_meta": {"classes": ["cat"]},
+        "data_path": "/data",
+        "dataset": "imagenet",
+        "data_args": {"size": 3},
+    }
+    for extra, there in (({}, False), ({"sampler": {"epoch": 1, "index": 24}}, True)):
+        name = f"c{there}"
+        if form == "torch":
+            torch.save({**trained(), **about, **extra}, tmp_path / f"{name}.pt")
+        path = tmp_path / f"{name}.pt" if form == "torch" else save({**trained(), **about, **extra}, tmp_path / name)
+        report = inspect_checkpoint(open_checkpoint(path))
+        assert ("data" in report.resumable.have) is there
+        assert ("SR-DATA-MISSING" in {problem.code for problem in report.problems}) is not there
+
+
+def pair() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+    """Two models of one shape, each with its own optimizer after one update."""
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 3) for _ in range(2)]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model(torch.randn(2, 4)).square().sum().backward()
+        optimizer.step()
+    return list(models), list(optimizers)
+
+
+PAIRS: dict[str, tuple[str, str, str, str]] = {
+    "words": ("actor", "critic", "actor_optimizer", "critic_optimizer"),
+    "letters": ("netG", "netD", "optG", "optD"),
+    "numbers": ("q1", "q2", "q1_opt", "q2_opt"),
+}
+
+
+@pytest.mark.parametrize("names", PAIRS.values(), ids=PAIRS)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_an_optimizer_is_that_of_the_model_it_is_called_after(
+    names: tuple[str, str, str, str], order: tuple[int, int], tmp_path: Path
+):
+    models, optimizers = pair()
+    state: dict[str, Any] = {names[i]: models[i].state_dict() for i in (0, 1)}
+    state |= {names[2 + i]: optimizers[i].state_dict() for i in order}
+    torch.save(state, tmp_path / "c.pt")
+    checkpoint = open_checkpoint(tmp_path / "c.pt")
+    for i in (0, 1):
+        for name, param in models[i].named_parameters():
+            for slot, value in optimizers[i].state[param].items():
+                assert checkpoint.read(f"optim.{slot}:{names[i]}.{name}").tobytes() == value.numpy().tobytes()
+    assert "SR-OPT-OPEN" not in {problem.code for problem in checkpoint.state.problems}
+
+
+@pytest.mark.parametrize("form", ["by position", "by name"])
+@pytest.mark.parametrize("names", [("target", "online"), ("teacher", "student"), ("target_network", "q_network")])
+def test_the_copy_is_not_taken_for_the_trained_model(names: tuple[str, str], form: str, tmp_path: Path):
+    models, _ = pair()
+    given: Any = models[1].parameters() if form == "by position" else models[1].named_parameters()
+    optimizer = torch.optim.Adam(given, foreach=False)
+    models[1](torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    state = {name: model.state_dict() for name, model in zip(names, models, strict=True)}
+    torch.save({**state, "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    checkpoint = open_checkpoint(tmp_path / "c.pt")
+    weight = models[1].weight
+    assert isinstance(weight, torch.Tensor)
+    assert checkpoint.read("param:weight").tobytes() == weight.detach().numpy().tobytes()
+    assert f"param:{names[0]}.weight" in checkpoint.state.tensors
+    assert "SR-OPT-OPEN" not in {problem.code for problem in checkpoint.state.problems}
+
+
+def test_models_and_optimizers_whose_names_say_nothing_are_open(tmp_path: Path):
+    models, optimizers = pair()
+    state = {"x": models[0].state_dict(), "y": models[1].state_dict(), "f": optimizers[1].state_dict()}
+    torch.save({**state, "g": optimizers[0].state_dict()}, tmp_path / "c.pt")
+    found = [problem for problem in open_checkpoint(tmp_path / "c.pt").state.problems if problem.code == "SR-OPT-OPEN"]
+    assert [problem.where["key"] for problem in found] == ["f"]

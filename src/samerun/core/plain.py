@@ -47,6 +47,15 @@ def plain(value: Any, path: str = "", read_array: ArrayReader | None = None) -> 
     return _opaque(value)
 
 
+def is_blank(value: Any) -> bool:
+    """Whether a value says nothing: None, or an empty text or container, or a container of nothing else."""
+    if isinstance(value, Mapping):
+        return all(is_blank(item) for item in cast("Mapping[Any, Any]", value).values())
+    if isinstance(value, list | tuple):
+        return all(is_blank(item) for item in value)
+    return value is None or (isinstance(value, str | bytes) and not value)
+
+
 def _plain_container(value: Any, path: str, read_array: ArrayReader | None) -> Any:
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, cast
 
+from samerun.core.plain import is_blank
 from samerun.core.schedule import number_schedulers
 from samerun.core.state import RecordedProgress
 from samerun.errors import Problem, Severity
@@ -15,6 +16,9 @@ from samerun.formats.dcp.roles import looks_random
 
 _SCHEDULER = re.compile(r"sched", re.IGNORECASE)
 _DATA = re.compile(r"(?:^|_)(?:data|dataset|dataloader|loader|sampler|batch_?sampler)(?:$|_|\d)", re.IGNORECASE)
+_ABOUT_DATA = re.compile(
+    r"_(?:meta\w*|info|names?|paths?|dirs?|conf\w*|cfg|\w*args|params|spec|version)$", re.IGNORECASE
+)
 _PROGRESS = ("progress", "train", "train_state", "trainer", "trainer_state", "training", "training_state", "counters",
              "state", "meta", "metadata", "run", "extra_state")  # fmt: skip
 _COUNTERS: dict[str, tuple[str, ...]] = {
@@ -72,9 +76,11 @@ def recognise(tree: Tree) -> Sections:
             scheduler = number_schedulers(listed) if scheduler is None else scheduler
         elif isinstance(node, Mapping) and _is_scheduler(last, node):
             scheduler = cast("Mapping[str, Any]", node) if scheduler is None else scheduler
+        elif is_blank(node):
+            continue
         elif looks_random(last) and not _is_seed(node):
             rng[name] = node
-        elif _DATA.search(last):
+        elif _is_loader(last, node):
             data[name] = node
     progress, problems = read_progress(tree, data)
     return Sections(scheduler, rng, data, progress, problems)
@@ -83,7 +89,7 @@ def recognise(tree: Tree) -> Sections:
 def _sections(tree: Tree, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:
     for key, node in tree.items():
         name = f"{prefix}{key}"
-        recognised = looks_random(key) or _DATA.search(key) or _is_scheduler(key, node)
+        recognised = looks_random(key) or _is_loader(key, node) or _is_scheduler(key, node)
         yield name, key, node
         if isinstance(node, dict) and depth < 2 and not recognised:
             yield from _sections(node, f"{name}.", depth + 1)
@@ -91,7 +97,12 @@ def _sections(tree: Tree, prefix: str = "", depth: int = 0) -> Iterator[tuple[st
 
 def _is_seed(node: Any) -> bool:
     """Whether a value that is called like a generator's is a plain one: a seed is no state."""
-    return isinstance(node, int | float | str | None)
+    return isinstance(node, int | float | str)
+
+
+def _is_loader(name: str, node: Any) -> bool:
+    """Whether a value is the state of a data loader or sampler. What names or describes the data is none."""
+    return bool(_DATA.search(name)) and not _ABOUT_DATA.search(name) and not isinstance(node, str)
 
 
 def _is_scheduler(name: str, node: Any) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from samerun.core.state import normalize_fqn
 from samerun.errors import Problem, Severity
+from samerun.formats.statedict.kinship import Distance, distance
 from samerun.formats.statedict.optimizer import Optimizer, has_state, shape_of
 from samerun.formats.statedict.order import Candidate, Matching, Position, match_order, match_shapes
 from samerun.formats.statedict.recognise import is_buffer_name, looks_like_model, looks_other
@@ -36,56 +37,75 @@ class Named:
 def name_optimizers(optimizers: Sequence[Optimizer], models: Sequence[SavedModel]) -> list[Named]:
     """Names the parameters of all optimizers. One model's parameters are dealt to all that know them by position.
 
-    A model that an optimizer drives already is taken for another one only if no other fits as well.
+    Optimizers whose names say most come first. A model that an optimizer drives already is taken for another one only
+    if no other fits as well.
     """
     nameless = [optimizer for optimizer in optimizers if optimizer.positional and not _has_names(optimizer)]
     together = _name_together(nameless, models[0]) if len(nameless) > 1 and len(models) == 1 else None
-    named: list[Named] = []
-    for optimizer in optimizers:
+    named: dict[int, Named] = {}
+    for number in sorted(range(len(optimizers)), key=lambda number: _least_distance(optimizers[number], models)):
+        optimizer = optimizers[number]
         if together is not None and optimizer in nameless:
-            named.append(together[nameless.index(optimizer)])
+            named[number] = together[nameless.index(optimizer)]
             continue
-        driven = [one.model for one in named]
-        named.append(name_optimizer(optimizer, sorted(models, key=lambda model: model in driven)))
-    return named
+        driven = [one.model for one in named.values()]
+        named[number] = name_optimizer(optimizer, models, driven)
+    return [named[number] for number in range(len(optimizers))]
+
+
+def _least_distance(optimizer: Optimizer, models: Sequence[SavedModel]) -> Distance:
+    return min((distance(optimizer.name, model.name) for model in models), default=(0, False, 0))
 
 
 def _has_names(optimizer: Optimizer) -> bool:
     return len(optimizer.names) == len(optimizer.keys) and bool(optimizer.names)
 
 
-def name_optimizer(optimizer: Optimizer, models: Sequence[SavedModel]) -> Named:
-    """Names an optimizer's parameters, and finds the model among `models` that has them."""
-    if not optimizer.positional:
-        names = {key: normalize_fqn(key) for key in optimizer.keys}
-        return Named(optimizer, _model_with(set(names.values()), models), names)
-    if _has_names(optimizer):
-        names = {key: normalize_fqn(name) for key, name in optimizer.names.items()}
-        return Named(optimizer, _model_with(set(names.values()), models), names)
-    found = [_name_by_position(optimizer, model) for model in models]
-    best = min(found, key=_doubt, default=None)
-    if best is None:
-        return Named(optimizer, None, {key: f"#{key}" for key in optimizer.keys}, (_no_model(optimizer),))
-    return best
+def name_optimizer(
+    optimizer: Optimizer, models: Sequence[SavedModel], driven: Sequence[SavedModel | None] = ()
+) -> Named:
+    """Names an optimizer's parameters, and finds the model among `models` that has them.
+
+    Where several models have them alike, what the two are called decides; where that does not either, one that no
+    other optimizer drives (`driven`) is taken, with a finding.
+    """
+    if not optimizer.positional or _has_names(optimizer):
+        labels = optimizer.names if optimizer.positional else {key: key for key in optimizer.keys}
+        names = {key: normalize_fqn(name) for key, name in labels.items()}
+        every = set(names.values())
+        found = [Named(optimizer, model, names) for model in models if _count_names(every, model)]
+        empty = Named(optimizer, None, names)
+    else:
+        found = [_name_by_position(optimizer, model) for model in models]
+        empty = Named(optimizer, None, {key: f"#{key}" for key in optimizer.keys}, (_no_model(optimizer),))
+    ranked = sorted(((*_doubt(one), one.model in driven, number) for number, one in enumerate(found)))
+    if not ranked:
+        return empty
+    best = found[ranked[0][-1]]
+    alike = [found[number].model for *doubt, held, number in ranked if doubt == list(ranked[0][:-2]) and not held]
+    return replace(best, problems=(*best.problems, _alike(best, alike))) if len(alike) > 1 else best
 
 
-def _doubt(named: Named) -> tuple[int, int, int]:
-    """Returns how little speaks for a naming: keys without a name, findings, and a model that is not called one."""
-    nameless = sum(name.startswith("#") for name in named.names.values())
-    called = named.model.name if named.model else ""
+def _doubt(named: Named) -> tuple[int, int, Distance, int]:
+    """Returns how little speaks for a naming: keys without a name or not in the model, findings, and what the
+    optimizer and the model are called."""
+    assert named.model is not None
+    nameless = len(named.names) - _count_names(set(named.names.values()), named.model)
+    called = named.model.name
     unlikely = 0 if looks_like_model(called) else 2 if looks_other(called) else 1
-    return nameless, sum(problem.severity is not Severity.NOTE for problem in named.problems), unlikely
+    findings = sum(problem.severity is not Severity.NOTE for problem in named.problems)
+    return nameless, findings, distance(named.optimizer.name, called), unlikely
 
 
-def _model_with(names: set[str], models: Sequence[SavedModel]) -> SavedModel | None:
-    """Returns the model that has most of these names, None if none has any."""
-    scored = [(len(names.intersection(map(normalize_fqn, model.tensors))), model) for model in models]
-    count, model = max(scored, key=lambda pair: pair[0], default=(0, None))
-    return model if count else None
+def _count_names(names: set[str], model: SavedModel) -> int:
+    return len(names.intersection(map(normalize_fqn, model.tensors)))
 
 
-def candidates_of(model: SavedModel, *, named_like_buffers: bool) -> list[Candidate]:
-    """Returns the tensors that an optimizer may hold: floating, each shared one once, no known buffers."""
+def candidates_of(model: SavedModel, *, unlikely: bool) -> list[Candidate]:
+    """Returns the tensors that an optimizer may hold: floating, each shared one once, no known buffers.
+
+    With `unlikely`, also those that are named like buffers, and the originals of modules that PEFT trains a copy of.
+    """
     aliases = {name for names in find_shared(model.tensors, frozenset()).values() for name in names}
     aliases |= model.aliases.keys()
     return [
@@ -94,8 +114,15 @@ def candidates_of(model: SavedModel, *, named_like_buffers: bool) -> list[Candid
         if _may_train(tensor)
         and name not in aliases
         and name not in (model.buffers or ())
-        and (named_like_buffers or not is_buffer_name(name))
+        and (unlikely or not (is_buffer_name(name) or _has_trained_copy(name, model)))
     ]
+
+
+def _has_trained_copy(name: str, model: SavedModel) -> bool:
+    """Whether PEFT (0.21) freezes a tensor and trains a copy of it (`modules_to_save`)."""
+    module, original, tail = name.rpartition(".original_module.")
+    copies = f"{module}.modules_to_save."
+    return bool(original) and any(other.startswith(copies) and other.endswith(f".{tail}") for other in model.tensors)
 
 
 def _may_train(tensor: Stored) -> bool:
@@ -109,8 +136,8 @@ def _name_together(optimizers: Sequence[Optimizer], model: SavedModel) -> list[N
         for number, optimizer in enumerate(optimizers)
         for group in _groups_of(optimizer)
     ]
-    for named_like_buffers in (False, True):
-        found = _deal(model, candidates_of(model, named_like_buffers=named_like_buffers), groups)
+    for unlikely in (False, True):
+        found = _deal(model, candidates_of(model, unlikely=unlikely), groups)
         if found is None:
             continue
         named: list[Named] = []
@@ -133,10 +160,10 @@ def _groups_of(optimizer: Optimizer) -> list[list[Position]]:
 
 def _name_by_position(optimizer: Optimizer, model: SavedModel) -> Named:
     groups = _groups_of(optimizer)
-    candidates = candidates_of(model, named_like_buffers=False)
+    candidates = candidates_of(model, unlikely=False)
     found = _match(optimizer, model, candidates, groups)
     if found is None:
-        candidates = candidates_of(model, named_like_buffers=True)
+        candidates = candidates_of(model, unlikely=True)
         found = _match(optimizer, model, candidates, groups)
     if found is None:
         matching = match_shapes(candidates, groups)
@@ -236,6 +263,18 @@ def _unmatched(optimizer: Optimizer, model: SavedModel, matching: Matching) -> P
         where={"key": optimizer.name or "state"},
         hint="the optimizer was built over other or more parameters than the model saved here has, or its groups are "
         "not in the model's order",
+    )
+
+
+def _alike(best: Named, models: Sequence[SavedModel | None]) -> Problem:
+    names = ", ".join(model.name or "the whole file" for model in models if model is not None)
+    return Problem(
+        "SR-OPT-OPEN",
+        f"the state of {best.optimizer.name or 'the optimizer'} fits {len(models)} saved models alike ({names}); it "
+        f"was taken for that of {best.model.name if best.model else 'none'}",
+        severity=Severity.WARNING,
+        where={"key": best.optimizer.name or "optimizer"},
+        hint="call an optimizer as its model is called (actor, actor_optimizer), or keep both in one mapping",
     )
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from samerun.core.plain import is_blank
 from samerun.formats.statedict.records import unread_tensor
 from samerun.formats.statedict.stored import Stored
 from samerun.formats.torchfile.values import Inert
@@ -22,6 +23,9 @@ _SCHEDULER = re.compile(r"sched", re.IGNORECASE)
 _DATA = re.compile(
     r"(?:^|_)(?:data|dataset|dataloader|loader|sampler|batch_?sampler|dl_state_dict)(?:$|_|\d)", re.IGNORECASE
 )
+_ABOUT_DATA = re.compile(
+    r"_(?:meta\w*|info|names?|paths?|dirs?|conf\w*|cfg|\w*args|params|spec|version)$", re.IGNORECASE
+)
 _SCALER_KEYS = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval"})
 _LOADER_KEYS = frozenset({"_snapshot", "_sampler_iter_yielded", "_num_yielded", "_steps_since_snapshot"})
 _BUFFER_NAMES = frozenset({
@@ -31,6 +35,7 @@ _BUFFER_NAMES = frozenset({
 })  # fmt: skip
 _PARAMETER_NAMES = frozenset({"weight", "bias", "lora_A", "lora_B", "scale"})
 EXTRA_STATE = "_extra_state"
+_AVERAGE_AND_MODEL = ("ema_model.", "online_model.")
 _LIST_OF_AVERAGES = "shadow_params"
 _COUNT = "n_averaged"
 
@@ -60,8 +65,11 @@ def is_scaler(name: str, node: Any) -> bool:
 
 
 def is_loader(name: str, node: Any) -> bool:
-    """Whether a value is the state of a data loader or sampler."""
-    return bool(_DATA.search(name)) or (isinstance(node, dict) and bool(_LOADER_KEYS & node.keys()))
+    """Whether a value is the state of a data loader or sampler. What names or describes the data is none."""
+    if isinstance(node, str) or is_blank(node):
+        return False
+    named = _DATA.search(name) and not _ABOUT_DATA.search(name)
+    return bool(named) or (isinstance(node, dict) and bool(_LOADER_KEYS & node.keys()))
 
 
 def is_module(node: Any) -> bool:
@@ -107,6 +115,23 @@ def is_averaged_model(node: Any) -> bool:
     if not isinstance(count, Stored) or count.num_elements != 1 or len(node) < 2:
         return False
     return all(key == _COUNT or str(key).startswith("module.") for key in node)
+
+
+def split_average_and_model(node: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None:
+    """Returns the average, the model and what else is in the state of ema_pytorch's `EMA`; None for anything else.
+
+    It keeps the average under `ema_model.`, beside the counters `initted` and `step`, and with
+    `include_online_model` (its default) the trained model once more under `online_model.` (ema_pytorch 0.8).
+    """
+    if not isinstance(node, dict) or not any(str(key).startswith(_AVERAGE_AND_MODEL[0]) for key in node):
+        return None
+    average, model = (
+        {str(key).removeprefix(prefix): item for key, item in node.items() if str(key).startswith(prefix)}
+        for prefix in _AVERAGE_AND_MODEL
+    )
+    beside = {str(key): item for key, item in node.items() if not str(key).startswith(_AVERAGE_AND_MODEL)}
+    known = all(isinstance(item, Stored) and item.num_elements == 1 for item in beside.values())
+    return (average, model, beside) if known else None
 
 
 def looks_random(name: str) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from samerun.core.plain import is_blank
 from samerun.core.state import RecordedProgress, Topology
 from samerun.errors import Problem
 from samerun.formats.statedict.recognise import (
@@ -23,6 +24,7 @@ from samerun.formats.statedict.recognise import (
     looks_like_model,
     looks_other,
     looks_random,
+    split_average_and_model,
     split_average_list,
 )
 from samerun.formats.statedict.records import unread_tensor
@@ -97,7 +99,7 @@ def _sort(node: Any, saved: SavedState, name: str, last: str, depth: int) -> Non
         saved.schedulers.append((name, node))
     elif is_scaler(last, node):
         saved.objects[name] = node
-    elif name and looks_random(last) and not _is_seed(node):
+    elif name and looks_random(last) and not _is_seed(node) and not is_blank(node):
         saved.rng[name] = node
     elif is_loader(last, node):
         saved.data[name or "dataloader"] = node
@@ -117,7 +119,7 @@ def _sort(node: Any, saved: SavedState, name: str, last: str, depth: int) -> Non
 
 def _is_seed(node: Any) -> bool:
     """Whether a value that is called like a generator's is a plain one: a seed is no state."""
-    return isinstance(node, int | float | str | None)
+    return isinstance(node, int | float | str)
 
 
 def _may_nest(last: str, node: Any) -> bool:
@@ -139,6 +141,13 @@ def _is_part(last: str, item: Any) -> bool:
 
 
 def _add_model(saved: SavedState, name: str, node: Mapping[str, Any]) -> None:
+    if (split := split_average_and_model(node)) is not None:
+        average, model, beside = split
+        saved.objects |= {f"{name}.{key}" if name else key: item for key, item in beside.items()}
+        saved.models.append(SavedModel(name or "ema_model", dict(_tensors(average)), average=True))
+        if model:
+            saved.models.append(SavedModel(f"{name}.online_model".lstrip("."), dict(_tensors(model))))
+        return
     tensors = dict(_tensors(node))
     averaged = is_averaged_model(node)
     if averaged:

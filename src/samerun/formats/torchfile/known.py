@@ -71,7 +71,7 @@ def _tensor_v2(converter: Converter, made: dict[str, Any]) -> Any:
     if isinstance(storage, Stub) and type(storage).qualified_name == "torch.storage._load_from_bytes":
         converter.meet(PICKLED_TENSOR)
         return Inert(PICKLED_TENSOR, tuple(converter.plain(arg) for arg in made["args"][1:3]))
-    return _tensor(converter, *made["args"][:4])
+    return _as_is(converter, _tensor(converter, *made["args"][:4]), made["args"][6:])
 
 
 def _tensor_v3(converter: Converter, made: dict[str, Any]) -> Any:
@@ -79,7 +79,22 @@ def _tensor_v3(converter: Converter, made: dict[str, Any]) -> Any:
     if name not in DTYPES:
         converter.meet(f"tensor of torch.{name}")
         return Inert(f"tensor of torch.{name}", tuple(converter.plain(arg) for arg in made["args"][:4]))
-    return _tensor(converter, *made["args"][:4], dtype=name)
+    return _as_is(converter, _tensor(converter, *made["args"][:4], dtype=name), made["args"][7:])
+
+
+def _as_is(converter: Converter, tensor: TensorRef, metadata: tuple[Any, ...]) -> Any:
+    """Returns a tensor whose values are the stored ones; a record of one that is their conjugate or negative.
+
+    torch keeps `conj()` and the imaginary part of a conjugate as views with a bit, which `torch.save` (2.0 to 2.13)
+    writes beside the storage: {"conj": True} or {"neg": True}.
+    """
+    marks = metadata[0] if metadata and isinstance(metadata[0], dict) else {}
+    names = [said for bit, said in (("conj", "conjugate"), ("neg", "negative")) if marks.get(bit)]
+    if not names:
+        return tensor
+    kind = f"the {' and '.join(names)} of the stored tensor"
+    converter.meet(kind)
+    return Inert(kind, (tensor,))
 
 
 def _parameter(converter: Converter, made: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from samerun.core.plain import is_blank
 from samerun.core.state import LogicalState, Role
 from samerun.errors import Problem, Severity
 
@@ -36,7 +37,7 @@ def _settings(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _check_scaler(state: LogicalState, settings: list[tuple[str, Any]]) -> list[Problem]:
     needed = next((f"{name} = {value}" for name, value in settings if _needs_scaler(name, value)), None)
-    there = any(_SCALER.search(name) for name in state.objects)
+    there = any(_SCALER.search(name) and not is_blank(value) for name, value in state.objects.items())
     if needed is None or there or not any(entry.key.role is Role.OPTIM for entry in state.tensors.values()):
         return []
     return [

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from samerun.core.plain import is_blank
 from samerun.core.state import LogicalState, ParamGroup, Role, TensorEntry
 from samerun.errors import Problem, Severity, has_errors
 from samerun.verify.inspection.resume_schedule import check_scheduler
@@ -57,7 +58,7 @@ def find_parts(state: LogicalState) -> dict[str, bool]:
         "optimizer": roles[Role.OPTIM] > 0 or _stateless(state.groups),
         "groups": any(group.hyperparameters for group in state.groups),
         "scheduler": bool(state.scheduler),
-        "scaler": any(_SCALER.search(name) for name in state.objects),
+        "scaler": any(_SCALER.search(name) and not is_blank(value) for name, value in state.objects.items()),
         "ema": roles[Role.EMA] > 0,
         "rng": bool(state.rng),
         "data": bool(state.data),
