@@ -1,7 +1,13 @@
 #!/usr/bin/env bash
 # One command: sets up whatever is missing, then runs everything that CI runs. Arguments go to pytest, and then only
 # pytest runs, e.g.: scripts/test.sh tests/unit -k layout
+# With --all alone, the tests marked `long` run too, which repeat at length what others prove.
 set -euo pipefail
+chosen=" and not long"
+if [ "$*" = --all ]; then
+  chosen=
+  shift
+fi
 . "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$top"
 workers=$(env -u OMP_NUM_THREADS nproc) # nproc prints OMP_NUM_THREADS where that is set
@@ -26,7 +32,7 @@ frameworks() {
     return 1
   fi
   export SAMERUN_FRAMEWORKS=1
-  "$python" -m pytest "${spread[@]}" -m framework --ignore tests/docs || failed=1
+  "$python" -m pytest "${spread[@]}" -m "framework$chosen" --ignore tests/docs || failed=1
   # The documentation's blocks train in the tests' own process, from which no rank can be forked any more.
   "$python" -m pytest -m framework tests/docs || failed=1
   return "$failed"
@@ -61,8 +67,8 @@ if [ $# -gt 0 ]; then
 fi
 failed=0
 # Ranks are forked from processes in which no other tests have started threads: these are processes of their own.
-python -m pytest "${spread[@]}" -m "not framework and (multiprocess or browser)" || failed=1
-python -m pytest "${spread[@]}" -m "not framework and not multiprocess and not browser" || failed=1
+python -m pytest "${spread[@]}" -m "not framework and (multiprocess or browser)$chosen" || failed=1
+python -m pytest "${spread[@]}" -m "not framework and not multiprocess and not browser$chosen" || failed=1
 join checks || failed=1
 join frameworks || failed=1
 exit "$failed"
