@@ -1,4 +1,4 @@
-"""What holds for every test: no deadline for an example, and nothing skips where every framework is installed."""
+"""What holds for every test: no deadline for an example, slow files first, no skips where every framework is there."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ settings.load_profile("samerun")
 
 EVERYTHING_IS_HERE = os.environ.get("SAMERUN_FRAMEWORKS") == "1"
 """scripts/test.sh says so in the environment that it makes for them: a test that skips there has failed."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts files with slow tests first: whichever process takes one last would keep the others waiting."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def _fail_if_skipped(report: Any) -> Any:

@@ -50,20 +50,27 @@ def ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     return [(process.returncode, text[1]) for process, text in zip(processes, found, strict=True)]
 
 
-def test_the_bytes_of_one_process(hosts: tuple[Host, Host], source: Path, tmp_path: Path) -> None:
-    (tmp_path / "1").mkdir()
-    command = [sys.executable, "-m", "samerun", "convert", str(source), str(tmp_path / "1" / "dest")]
-    subprocess.run([*command, "--to", "safetensors"], check=True, capture_output=True)
-    for name, per_host in (("2", 1), ("4", 2)):
-        (tmp_path / name).mkdir()
-        found = ends(launch(hosts, per_host, source, tmp_path / name / "dest"))
-        assert [code for code, _ in found] == [0, 0], found
-    one, two, four = (tree_bytes(tmp_path / name) for name in ("1", "2", "4"))
-    assert one == two == four
-    assert sorted(path.name for path in (tmp_path / "4").iterdir()) == ["dest"]
+@pytest.fixture(scope="module")
+def alone(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What one process writes."""
+    folder = tmp_path_factory.mktemp("alone")
+    command = [sys.executable, "-m", "samerun", "convert", str(source), str(folder / "dest"), "--to", "safetensors"]
+    subprocess.run(command, check=True, capture_output=True)
+    return tree_bytes(folder)
 
 
-def test_a_rank_on_the_other_machine_that_is_killed(hosts: tuple[Host, Host], source: Path, tmp_path: Path) -> None:
+def test_the_bytes_of_one_process(
+    hosts: tuple[Host, Host], source: Path, alone: dict[str, bytes], tmp_path: Path
+) -> None:
+    found = ends(launch(hosts, 2, source, tmp_path / "dest"))
+    assert [code for code, _ in found] == [0, 0], found
+    assert tree_bytes(tmp_path) == alone
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dest"]
+
+
+def test_a_rank_on_the_other_machine_that_is_killed(
+    hosts: tuple[Host, Host], source: Path, alone: dict[str, bytes], tmp_path: Path
+) -> None:
     dest, until = tmp_path / "dest", time.monotonic() + 120
     processes = launch(hosts, 2, source, dest)
     while not (tmp_path / ".dest.samerun-ranks" / "hello-00003").exists():
@@ -77,4 +84,5 @@ def test_a_rank_on_the_other_machine_that_is_killed(hosts: tuple[Host, Host], so
     assert not dest.exists()
     again = ends(launch(hosts, 1, source, dest))
     assert [code for code, _ in again] == [0, 0], again
+    assert tree_bytes(tmp_path) == alone  # by one process on each
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dest"]

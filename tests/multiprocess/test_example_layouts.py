@@ -32,7 +32,7 @@ LAYOUTS = (
     "tp=2,dp_shard=2",
 )
 GLOBAL_BATCH = 13  # divides by none of the numbers of replicas
-NUM_UPDATES = 20
+NUM_UPDATES = 8
 PATIENCE_SECONDS = 600.0
 
 
@@ -180,7 +180,7 @@ def train(rank: int, world_size: int, layout_text: str, directory: str) -> dict[
         optimizer.zero_grad()
         done = sampler.commit(tokens=mean.total)
         recorder.record(update=done.update, loss=mean.loss(), grad_norm=norm, sample_ids=update.sample_ids)
-        if update.number % 5 == 0:
+        if update.number % 4 == 0:
             captured = capture_state(model, optimizer)
             odd += [key for key, fact in captured.tensors.items() if fact.odd]
     recorder.close()

@@ -1,16 +1,18 @@
-"""The example scripts under real torchrun: the uninterrupted run and the moved one are one run."""
+"""The example scripts: the uninterrupted run and the moved one are one run. The GPT is started by torchrun itself."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from samerun.errors import has_errors
 from samerun.trace import Trace, check_trace, read_trace
+from support.warm_ranks import warm_launches
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -20,9 +22,17 @@ DDP = TOP / "examples" / "ddp" / "train.py"
 SMALL = ("--size", "tiny", "--global-batch", "14", "--max-microbatch", "3", "--warmup", "3", "--schedule-updates", "20")
 
 
+@pytest.fixture(scope="module")
+def warm() -> Iterator[None]:
+    """The jobs of tests that ask for it fork their ranks from one process that has torch imported."""
+    with warm_launches():
+        yield
+
+
 def torchrun(ranks: int, script: Path, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SAMERUN_")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TOP / "src"), **variables}
+    path = os.pathsep.join(filter(None, (str(TOP / "src"), environment.get("PYTHONPATH"))))
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     return subprocess.run(
         [*launcher, str(script), *map(str, arguments)],
@@ -95,6 +105,7 @@ def test_the_gpt_from_four_ranks_to_three(tmp_path: Path) -> None:
     assert not (tmp_path / "forbidden").exists()
 
 
+@pytest.mark.usefixtures("warm")
 def test_the_gpt_refuses_what_would_make_it_another_run(tmp_path: Path) -> None:
     made = torchrun(1, GPT, *SMALL, "--updates", 1, "--save-dir", tmp_path)
     assert made.returncode == 0, made.stderr[-3000:]
@@ -106,6 +117,7 @@ def test_the_gpt_refuses_what_would_make_it_another_run(tmp_path: Path) -> None:
     assert "needs 2 ranks, but 1 were started" in wrong.stderr
 
 
+@pytest.mark.usefixtures("warm")
 def test_the_classifier_from_two_ranks_to_three(tmp_path: Path) -> None:
     batch = ("--batch", 10, "--at-once", 2)  # three replicas: 2 2 2 / 2 1 1
     whole = torchrun(2, DDP, *batch, "--steps", 8, "--ledger", tmp_path / "whole")

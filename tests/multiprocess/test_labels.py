@@ -142,6 +142,19 @@ def test_an_approximate_continuation_names_its_samples_and_keeps_its_bound(
     assert "SR-SAMPLE-OMITTED" in codes(wider)
 
 
+def test_a_clean_move_to_tensor_parallel_ranks_is_promoted(
+    checkpoint: Path, recorded: dict[str, Any], tmp_path: Path
+) -> None:
+    layout = {"dp_shard": 2, "tp": 2}
+    result = move(tmp_path / "t", checkpoint, recorded, destination__layout=layout, destination__world_size=4)
+    assert result.verdict.decision == "promote", result.verdict.reasons
+    body = record(tmp_path / "t")
+    assert body["validated"]["layout"] == layout
+    assert (body["label"], body["first_divergence"]) == ("continuation", None)
+    assert body["numbers_compared"] == UPDATES
+    assert all(criterion["pass"] for criterion in body["criteria"])
+
+
 def test_an_intentional_change_is_judged_by_what_was_declared_for_it(
     checkpoint: Path, recorded: dict[str, Any], tmp_path: Path
 ) -> None:

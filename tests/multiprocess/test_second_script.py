@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from samerun.demo.answers import fill_in
+from support.warm_ranks import WARM_PATH, warm_launches
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -30,11 +32,20 @@ import runpy
 runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
 """The same script after an edit: it steps its schedule twice per update."""
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{WARM_PATH}"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[None]:
+    """Every job of this module forks its ranks from one process that has torch imported."""
+    with warm_launches():
+        yield
 
 
 def shell(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        words, cwd=cwd, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=600
+    )
 
 
 def samerun(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -76,7 +87,7 @@ def test_an_unrelated_ddp_script_is_moved_from_two_ranks_to_three(tmp_path: Path
         "window.log_every": 5,
         "window.eval_every": 10,
         "launch.command": command,
-        "launch.environment": {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")},
+        "launch.environment": ENVIRONMENT,
     }
     fill_in(tmp_path / "move.yaml", answers)
     planned = samerun("plan", "move.yaml", cwd=tmp_path)

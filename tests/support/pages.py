@@ -106,7 +106,7 @@ def deepspeed_names() -> Iterator[dict[str, Any]]:
         "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
     }  # fmt: skip
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29541"}
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     with patch.dict(os.environ, alone):  # no longer than here: other trainers would make a process group of it
         deepspeed.init_distributed("gloo")
         try:
@@ -125,7 +125,7 @@ def _example(name: str) -> Iterator[dict[str, Any]]:
     folder = Path(__file__).parents[2] / "examples" / name
     stubbed = (torch.cuda, torch.cuda.random, torch._utils)
     before, path, modules = [dict(vars(module)) for module in stubbed], list(sys.path), set(sys.modules)
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29542"}
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     sys.path.insert(0, str(folder))
     try:
         with patch.dict(os.environ, alone):

@@ -3,8 +3,8 @@
 While `warm_launches()` lasts, `python -m torch.distributed.run --standalone --nproc-per-node N [-m] SCRIPT ...` is
 served by this module (see `warm/sitecustomize.py`). Ranks are still processes of their own that meet through gloo over
 TCP, with the variables that torchrun sets; what is skipped is importing torch in each. The launcher is torchrun itself
-in `test_example_moves.py`, `test_second_script.py`, `test_convert_launch.py` and wherever WARM_RANKS is taken out of
-the environment. One difference: /proc shows the server's environment for these ranks, so samerun's mark is not found
+in `test_convert_launch.py`, for the GPT of `test_example_moves.py`, and wherever WARM_RANKS is taken out of the
+environment. One difference: /proc shows the server's environment for these ranks, so samerun's mark is not found
 on them; they end with the process that asked for them.
 """
 

@@ -67,14 +67,23 @@ def promoted(tmp_path_factory: pytest.TempPathFactory) -> Move:
 
 MOVES = {
     "1, 4 to 3": (1, 4, 3),
+    "2, 2 to 4, bf16": (2, 2, 4, "--bf16"),
+}
+MORE = {
     "1, 2 to 4": (1, 2, 4),
     "2, 4 to 3": (2, 4, 3),
-    "2, 2 to 4, bf16": (2, 2, 4, "--bf16"),
     "3, 2 to 4": (3, 2, 4),
 }
+"""Every stage is moved above or in `promoted`, to fewer ranks and to more."""
 
 
-@pytest.mark.parametrize("case", MOVES.values(), ids=MOVES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=name) for name, case in MOVES.items()),
+        *(pytest.param(case, id=name, marks=pytest.mark.long) for name, case in MORE.items()),
+    ],
+)
 def test_another_number_of_ranks(case: tuple[Any, ...], tmp_path: Path) -> None:
     move(tmp_path, *case)
 

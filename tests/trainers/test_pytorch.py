@@ -1,6 +1,7 @@
 """Plain PyTorch with DCP: four ranks, HSDP or TP x FSDP2, moved to three FSDP2 ranks, and broken.
 
-FSDP2 on four ranks moved to three, HSDP and TP x FSDP2 is in tests/multiprocess/test_demo.py, with many faults.
+FSDP2 on four ranks moved to three and to HSDP, with many faults, is in tests/multiprocess/test_demo.py, and moved to
+TP x FSDP2 in test_labels.py beside it.
 """
 
 from __future__ import annotations

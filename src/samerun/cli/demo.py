@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     help="Of the training run.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the training run.")
+@click.option(
+    "--updates", type=click.IntRange(min=10), default=20, show_default=True, help="How long the window of a move is."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the judge document; everything else goes to stderr.")
 def command(
     directory: Path,
@@ -51,6 +54,7 @@ def command(
     size: str,
     precision: str,
     seed: int,
+    updates: int,
     as_json: bool,
 ) -> int:
     """Train a small model on 4 ranks, move it to 3, and prove or reject it.
@@ -78,7 +82,7 @@ def command(
         raise UsageError(Problem("SR-USAGE-OPTION", f"--to: {error}")) from error
     settings = DemoSettings(
         directory=directory, destination=destination, fault=FAULTS[fault.name] if fault else None,
-        size=size, precision=precision, seed=seed,
+        size=size, precision=precision, seed=seed, window_updates=updates,
     )  # fmt: skip
     _check_fault_fits(settings)
     return _run(settings, as_json)

@@ -60,7 +60,7 @@ def megatron_model(case: str) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     if not torch.distributed.is_initialized():
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29541")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         torch.distributed.init_process_group("gloo", rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         torch.cuda.current_device = lambda: "cpu"  # pyright: ignore  (rotary positions ask for it on any device)

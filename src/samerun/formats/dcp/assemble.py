@@ -23,6 +23,7 @@ from samerun.formats.dcpfile.index import NOWHERE, Index, StoredTensor
 from samerun.formats.dcpfile.items import Items, no_place
 from samerun.formats.dcpfile.opened import open_items
 from samerun.formats.statedict.geometry import find_distributed
+from samerun.formats.statedict.kinship import open_owner
 from samerun.formats.statedict.records import check_read
 from samerun.formats.torchfile.unpickle import decode_pickle
 from samerun.formats.torchfile.values import Inert
@@ -72,8 +73,9 @@ class _Assembly:
         optimizers = self.find_optimizers(frozenset())
         claimed = frozenset[str]().union(*(optimizer.claimed for optimizer in optimizers))
         free = [tensor for tensor in self.index.tensors if tensor.name not in claimed]
-        fqns = [optimizer.fqns for optimizer in optimizers]
+        fqns = {optimizer.root: optimizer.fqns for optimizer in optimizers}
         models = find_models(free, fqns, structured=self.index.structured)
+        self.problems += [open_owner(root, names) for root, names in zip(fqns, models.alike, strict=True) if names[1:]]
         optimizers = self.find_optimizers(frozenset(model.fqn for model in models.tensors))
         groups = self.add_groups(optimizers, models)
         known = self.add_slots(optimizers, models) | {fqn for group in groups for fqn in group.params}

@@ -22,7 +22,7 @@ def model_paths(state: LogicalState) -> Iterator[tuple[TensorEntry, Path]]:
     DCP has no ties: torch writes a tied tensor once for each of its names, and a loading job asks for all of them.
     """
     default = _default_container(state)
-    nested = state.format == "dcp" and any(_split(state, entry)[0] for entry in _parameters(state))
+    nested = state.format == "dcp" and (any(_split(state, entry)[0] for entry in _parameters(state)) or _joined(state))
     for entry in state.tensors.values():
         if entry.key.role in (Role.OPTIM, Role.MASTER):
             continue
@@ -38,6 +38,13 @@ def model_paths(state: LogicalState) -> Iterator[tuple[TensorEntry, Path]]:
         stem = name[: -len(entry.key.fqn)] if name.endswith(entry.key.fqn) else ""
         for alias in entry.aliases:
             yield entry, (*head, stem + (alias.removeprefix(f"{container}.") if further else alias))
+
+
+def _joined(state: LogicalState) -> bool:
+    """Whether containers went into the names of trained models, because several share names: optimizers have less."""
+    slots = (entry for entry in state.tensors.values() if entry.key.role is Role.OPTIM and entry.key.slot)
+    places = ((entry.key.fqn, _root_of(state, entry.key.fqn, entry.key.slot or "", entry)) for entry in slots)
+    return any(place is not None and normalize_fqn(place[1]) != fqn for fqn, place in places)
 
 
 def _default_container(state: LogicalState) -> str:
@@ -111,12 +118,14 @@ def _root_of(state: LogicalState, fqn: str, slot: str, entry: TensorEntry) -> tu
     """Returns the optimizer's name and the parameter's name in it, as a slot's original name tells them."""
     if state.format not in _NAMED:
         return None
-    root, found, rest = f".{entry.original}".partition(".state.")
-    if not found:
-        return None
-    name = rest.removesuffix(f".{slot}")
-    same = state.format == "dcp" and (normalize_fqn(name) == fqn or fqn.endswith(f".{normalize_fqn(name)}"))
-    return root.removeprefix("."), name if same and name != rest else fqn
+    parts = f".{entry.original}".split(".state.")
+    places = [(".state.".join(parts[:i]), ".state.".join(parts[i:])) for i in range(1, len(parts))]
+    for root, rest in places:  # an optimizer may itself lie in a mapping called `state`
+        name = rest.removesuffix(f".{slot}")
+        same = normalize_fqn(name) == fqn or fqn.endswith(f".{normalize_fqn(name)}")
+        if name != rest and (same or name.isdecimal()):
+            return root.removeprefix("."), name if same and state.format == "dcp" else fqn
+    return (places[0][0].removeprefix("."), fqn) if places else None
 
 
 def flatten_sections(sections: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:

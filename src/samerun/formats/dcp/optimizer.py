@@ -52,20 +52,18 @@ class Optimizer:
 
 
 def find_roots(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns what stands before `.state.` or `.param_groups` in names that look like an optimizer's, in order."""
-    with_groups: dict[str, None] = {}
-    with_slots: dict[str, None] = {}
-    for name in names:
-        parts = name.split(".")
-        for i, part in enumerate(parts):
-            if part == "param_groups":
-                with_groups.setdefault(".".join(parts[:i]))
-                break
-            if part == "state" and len(parts) > i + 2:
-                if parts[-1] in KNOWN_SLOTS:
-                    with_slots.setdefault(".".join(parts[:i]))
-                break
-    return tuple(dict.fromkeys([*with_groups, *with_slots]))
+    """Returns what stands before `.state.` or `.param_groups` in names that look like an optimizer's, in order.
+
+    Groups are surer: a job may keep all it has in a mapping called `state`, its optimizers too, as Composer does.
+    """
+    every = [name.split(".") for name in names]
+    roots = dict.fromkeys(".".join(parts[: parts.index("param_groups")]) for parts in every if "param_groups" in parts)
+    stems = tuple(f"{root}.state." if root else "state." for root in roots)
+    for parts in every:
+        at = parts.index("state") if "state" in parts else len(parts)
+        if at + 2 < len(parts) and parts[-1] in KNOWN_SLOTS and not ".".join(parts).startswith(stems):
+            roots.setdefault(".".join(parts[:at]))
+    return tuple(roots)
 
 
 def read_optimizer(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from samerun.core.state import Role, normalize_fqn
 from samerun.formats.dcpfile.index import StoredTensor
+from samerun.formats.statedict.kinship import Distance, distance
 
 _RNG = re.compile(r"(?:^|[._])(?:rng|random|seed)s?(?:_?(?:state|rank|gen))*[._\d]*", re.IGNORECASE)
 _AVERAGE = re.compile(r"(?:^|[._])(?:ema|swa|averaged?|shadow)(?:$|[._])", re.IGNORECASE)
@@ -43,29 +44,35 @@ def container_of(tensor: StoredTensor) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The model tensors of a checkpoint, everything else, and what each optimizer's FQNs must be prefixed with."""
+    """The model tensors of a checkpoint, everything else, and what each optimizer's FQNs must be prefixed with.
+
+    `alike` are, by optimizer, the containers of which nothing tells which is its model; the first one was taken.
+    """
 
     tensors: tuple[ModelTensor, ...]
     rest: tuple[StoredTensor, ...]
     prefixes: tuple[str, ...]
+    alike: tuple[tuple[str, ...], ...] = ()
 
 
 def find_models(
-    tensors: Sequence[StoredTensor], optimizer_fqns: Sequence[frozenset[str]], *, structured: bool
+    tensors: Sequence[StoredTensor], optimizers: Mapping[str, frozenset[str]], *, structured: bool
 ) -> Models:
     """Splits tensors that are no optimizer's into those of models and those of anything else (RNG, loaders, ...).
 
-    `optimizer_fqns` are the parameter names that each optimizer knows: the container that holds most of them is its
-    model, and its names are used as they are. Names in any further model begin with its container's. With `structured`
-    false there are no saved paths and containers are found from names alone.
+    `optimizers` are, by name, the parameter names that each optimizer knows: the container that holds most of them is
+    its model, and its names are used as they are; of several the one that is called like the optimizer. Names in any
+    further model begin with its container's. With `structured` false there are no saved paths and containers are found
+    from names alone.
     """
-    known = frozenset[str]().union(*optimizer_fqns)
+    known = frozenset[str]().union(*optimizers.values())
     inside: dict[str, list[tuple[str, StoredTensor]]] = {}
     for tensor in tensors:
         container, name = container_of(tensor) if structured else _split_unstructured(tensor.name, known)
         inside.setdefault(container, []).append((normalize_fqn(name), tensor))
     names = {container: {name for name, _ in items} for container, items in inside.items()}
-    owners = [_owner(fqns, names) for fqns in optimizer_fqns]
+    fitting = [_owners(root, fqns, names) for root, fqns in optimizers.items()]
+    owners = [containers[0] if containers else None for containers in fitting]
     mains = dict.fromkeys(owner for owner in owners if owner is not None) or dict.fromkeys(_largest(inside))
     qualify = sum(len(names[main]) for main in mains) > len(set[str]().union(*(names[main] for main in mains)))
     prefix = {main: f"{main}." if qualify and main else "" for main in mains}
@@ -77,18 +84,19 @@ def find_models(
             found.extend(ModelTensor(tensor, stem + name, container, kind == "average") for name, tensor in items)
     taken = {id(model.item) for model in found}
     rest = tuple(tensor for tensor in tensors if id(tensor) not in taken)
-    return Models(tuple(found), rest, tuple(prefix.get(owner or "", "") for owner in owners))
+    prefixes = tuple(prefix.get(owner or "", "") for owner in owners)
+    return Models(tuple(found), rest, prefixes, tuple(tuple(containers) for containers in fitting))
 
 
-def _owner(fqns: frozenset[str], names: Mapping[str, set[str]]) -> str | None:
-    """Returns the container that holds most of the parameters that an optimizer knows, None if none holds any."""
-    scored = [
-        (len(fqns & held), not _AVERAGE.search(container), bool(_MODEL.search(container)), container)
-        for container, held in names.items()
-        if not _is_other(container)
-    ]
-    best = max(scored, default=(0, False, False, ""))
-    return best[3] if best[0] > 0 else None
+def _owners(root: str, fqns: frozenset[str], names: Mapping[str, set[str]]) -> list[str]:
+    """Returns the containers that hold most of the parameters of the optimizer at `root`: one, if anything decides."""
+    scored: dict[str, tuple[int, bool, Distance, bool]] = {}
+    for container, held in names.items():
+        if not _is_other(container) and fqns & held:
+            averaged, called = bool(_AVERAGE.search(container)), bool(_MODEL.search(container))
+            scored[container] = (-len(fqns & held), averaged, distance(root, container), not called)
+    best = min(scored.values(), default=None)
+    return [container for container, score in scored.items() if score == best]
 
 
 def _largest(inside: Mapping[str, Sequence[tuple[str, StoredTensor]]]) -> list[str]:
@@ -125,7 +133,10 @@ def _split_unstructured(name: str, known: frozenset[str]) -> tuple[str, str]:
 
 
 def _is_other(container: str) -> bool:
-    return bool(_RNG.search(container)) or any(_OTHER.match(part) for part in container.split("."))
+    """Whether a container is no model's. A model may lie in a section that is called otherwise: `train_state.model`."""
+    parts = container.split(".")
+    called = _MODEL.fullmatch(parts[-1])
+    return bool(_RNG.search(container)) or (not called and any(_OTHER.match(part) for part in parts))
 
 
 def _weight(container: str) -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+from samerun.errors import Problem, Severity
 
 Distance = tuple[int, bool, int]
 
@@ -23,6 +26,18 @@ def distance(optimizer: str, model: str) -> Distance:
     """
     one, other = _words(optimizer), _words(model)
     return -len(one & other), bool(other & _COPIES), len(one ^ other)
+
+
+def open_owner(optimizer: str, models: Sequence[str]) -> Problem:
+    """Returns the finding for an optimizer that fits several saved models alike, of which the first one is taken."""
+    return Problem(
+        "SR-OPT-OPEN",
+        f"the state of {optimizer or 'the optimizer'} fits {len(models)} saved models alike "
+        f"({', '.join(name or 'the whole file' for name in models)}); it was taken for that of {models[0]}",
+        severity=Severity.WARNING,
+        where={"key": optimizer or "optimizer"},
+        hint="call an optimizer as its model is called (actor, actor_optimizer), or keep both in one mapping",
+    )
 
 
 def _words(name: str) -> set[str]:

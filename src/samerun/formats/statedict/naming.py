@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from samerun.core.state import normalize_fqn
 from samerun.errors import Problem, Severity
-from samerun.formats.statedict.kinship import Distance, distance
+from samerun.formats.statedict.kinship import Distance, distance, open_owner
 from samerun.formats.statedict.optimizer import Optimizer, has_state, shape_of
 from samerun.formats.statedict.order import Candidate, Matching, Position, match_order, match_shapes
 from samerun.formats.statedict.recognise import is_buffer_name, looks_like_model, looks_other
@@ -82,8 +82,9 @@ def name_optimizer(
     if not ranked:
         return empty
     best = found[ranked[0][-1]]
-    alike = [found[number].model for *doubt, held, number in ranked if doubt == list(ranked[0][:-2]) and not held]
-    return replace(best, problems=(*best.problems, _alike(best, alike))) if len(alike) > 1 else best
+    fitting = [found[number].model for *doubt, held, number in ranked if doubt == list(ranked[0][:-2]) and not held]
+    alike = [model.name for model in fitting if model is not None]
+    return replace(best, problems=(*best.problems, open_owner(optimizer.name, alike))) if alike[1:] else best
 
 
 def _doubt(named: Named) -> tuple[int, int, Distance, int]:
@@ -263,18 +264,6 @@ def _unmatched(optimizer: Optimizer, model: SavedModel, matching: Matching) -> P
         where={"key": optimizer.name or "state"},
         hint="the optimizer was built over other or more parameters than the model saved here has, or its groups are "
         "not in the model's order",
-    )
-
-
-def _alike(best: Named, models: Sequence[SavedModel | None]) -> Problem:
-    names = ", ".join(model.name or "the whole file" for model in models if model is not None)
-    return Problem(
-        "SR-OPT-OPEN",
-        f"the state of {best.optimizer.name or 'the optimizer'} fits {len(models)} saved models alike ({names}); it "
-        f"was taken for that of {best.model.name if best.model else 'none'}",
-        severity=Severity.WARNING,
-        where={"key": best.optimizer.name or "optimizer"},
-        hint="call an optimizer as its model is called (actor, actor_optimizer), or keep both in one mapping",
     )
 
 
