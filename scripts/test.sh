@@ -12,8 +12,6 @@ fi
 cd "$top"
 workers=$(env -u OMP_NUM_THREADS nproc) # nproc prints OMP_NUM_THREADS where that is set
 export OMP_NUM_THREADS=1
-reports=$(mktemp -d)
-trap 'rm -rf "$reports"' EXIT
 
 checks() {
   local failed=0 code=(src tests examples benchmarks scripts)
@@ -53,6 +51,8 @@ join() {
 
 if [ $# -eq 0 ]; then
   declare -A jobs
+  reports=$(mktemp -d)
+  trap 'rm -rf "$reports"' EXIT
   # One process per core; the tests of a file stay in one, and files with slow tests come first.
   spread=(-n "$workers" --dist loadfile --no-loadscope-reorder)
   beside frameworks

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -209,3 +210,27 @@ def test_zero_in_fp32_keeps_parameters_whole_and_cut_over_ranks_that_do_not_divi
     checkpoint = open_checkpoint(dest)
     for name, value in net.state_dict().items():
         assert (checkpoint.read(f"param:{name}") == value.numpy()).all()
+
+
+def test_arrays_of_text_are_kept_in_an_export(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer, 1)
+    names = np.array([["cat", "mouse"], ["", "é"]])
+    raw = np.array([b"ab", b"c"])
+    torch.save(saved(net, optimizer, classes=names, raw=raw), tmp_path / "run.pt")
+    objects = open_checkpoint(convert(tmp_path / "run.pt", tmp_path / "out", "safetensors")).state.objects
+    for key, value in (("classes", names), ("raw", raw)):
+        assert objects[key].dtype == value.dtype
+        assert np.array_equal(objects[key], value)
+
+
+def test_an_empty_section_in_the_schedulers_place_does_not_hide_it(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    schedule = schedules.StepLR(optimizer, 2)
+    train(net, optimizer, 3, schedule)
+    torch.save(saved(net, optimizer, scheduler=schedule.state_dict(), lr_scheduler=None), tmp_path / "run.pt")
+    end = load(convert(tmp_path / "run.pt", tmp_path / "again.pt", "torch"))
+    assert end["lr_scheduler"]["last_epoch"] == 3
+    assert end["lr_scheduler_objects"] is None

@@ -241,7 +241,7 @@ def test_a_rehearsal_says_that_it_is_one(checkpoint: Path, recorded: dict[str, A
     assert "the real move" in body["owed"]
     assert any(item["code"] == "SR-RUN-REHEARSED" for item in body["remarks"])
     command = [sys.executable, "-m", "samerun", "judge", str(tmp_path / "r" / "move.run")]
-    shown = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=60)
+    shown = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=300)
     assert (shown.returncode, "REHEARSAL" in shown.stdout) == (0, True)
     other = train(tmp_path / "other", "--size", "slim", ranks=2, updates=1)
     unlike = move(tmp_path / "u", checkpoint, VARIED, control__rehearsal={**rehearsal, "of": str(other)})

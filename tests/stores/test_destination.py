@@ -364,7 +364,11 @@ def test_killed_at_random_times(to: str, s3: str, large: Path) -> None:
     for number in range(3):
         dest = f"{s3}/killed-{to}/{number}"
         child = start(large, dest, to)
-        time.sleep(whole * (0.3 + 0.7 * chance.random()))
+        if number == 0:  # once when it is certainly under way, however busy the machine is
+            while child.poll() is None and not any(MARKER in name for name in objects(dest)):
+                time.sleep(0.01)
+        else:
+            time.sleep(whole * (0.3 + 0.7 * chance.random()))
         child.send_signal(signal.SIGKILL)
         child.communicate()
         there = objects(dest)

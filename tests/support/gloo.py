@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 import warnings
@@ -15,7 +16,7 @@ from typing import Any
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, with_workers: bool = False
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0, with_workers: bool = False
 ) -> list[Any]:
     """Calls `function(rank, world_size, *args)` on `world_size` forked gloo ranks; returns results by rank.
 
@@ -79,12 +80,20 @@ def _receive(rank: int, receiving: Connection, timeout: float) -> Any:
     return value
 
 
+def _forget_accelerate() -> None:
+    """Accelerate keeps one state per process; a test that used it here alone must not have settled it for the ranks."""
+    if states := sys.modules.get("accelerate.state"):
+        for kept in (states.AcceleratorState, states.PartialState, states.GradientState):
+            kept._reset_state()
+
+
 def _run_rank(
     sending: Connection, store: str, rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     import torch.distributed as dist
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1")
+    _forget_accelerate()
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
         sending.send((True, function(rank, world_size, *args)))

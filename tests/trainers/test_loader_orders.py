@@ -74,7 +74,7 @@ def test_the_kept_ids_are_those_of_the_installed_frameworks(name: str, library: 
     """Their real loaders on gloo ranks, resumed by their own means after every update."""
     pytest.importorskip(library)
     command = [sys.executable, "-W", "ignore", str(GOLDEN / "make.py"), "--only", name, "--into", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
     now, kept = (json.loads((folder / f"{name}.json").read_text()) for folder in (tmp_path, GOLDEN))
     for case in (*now, *kept):
@@ -267,7 +267,7 @@ def megatron(jobs: list[dict[str, Any]]) -> list[Any]:
     done = subprocess.run(
         [sys.executable, "-P", "-W", "ignore", str(script)],
         input=json.dumps(jobs), env={**os.environ, "PYTHONPATH": str(MEGATRON_HERE)},
-        capture_output=True, text=True, timeout=240, check=False,
+        capture_output=True, text=True, timeout=800, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

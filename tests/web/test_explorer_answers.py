@@ -219,13 +219,13 @@ def test_the_verb_serves_until_interrupted() -> None:
     match = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]{32,})/", address)
     assert match
     for _ in range(200):
-        connection = HTTPConnection("127.0.0.1", int(match[1]), timeout=10)
+        connection = HTTPConnection("127.0.0.1", int(match[1]), timeout=60)
         connection.request("GET", f"/{match[2]}/api/checkpoint?place=0")
         if connection.getresponse().status == 200:
             break
     connection.close()
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (0, "", "Ctrl-C ends it\n")
 
 
@@ -242,13 +242,13 @@ def test_ctrl_c_ends_the_reading_too(tmp_path: Path) -> None:
         while b'"progress"' not in seen:
             seen += connection.recv(4096)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (0, "", "Ctrl-C ends it\n")
 
 
 @pytest.mark.parametrize("name", ["none", ""])
 def test_a_path_that_is_not_there_is_one_clear_message(tmp_path: Path, name: str) -> None:
-    out, err = samerun("ui", "--no-open", str(tmp_path / name) if name else "").communicate(timeout=60)
+    out, err = samerun("ui", "--no-open", str(tmp_path / name) if name else "").communicate(timeout=300)
     assert out == ""
     assert "SR-PATH-NONE" in err
     assert "Traceback" not in err
@@ -257,7 +257,7 @@ def test_a_path_that_is_not_there_is_one_clear_message(tmp_path: Path, name: str
 def test_a_taken_port_is_one_clear_message() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = samerun("ui", "--no-open", "--port", str(taken.getsockname()[1]), str(WHOLE))
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (2, "")
     assert "SR-IO-FAILED" in err
     assert "Traceback" not in err

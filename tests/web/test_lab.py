@@ -144,7 +144,7 @@ def test_the_server_gives_one_page_to_this_machine(
     server: PageServer, method: str, path: str, host: str | None, status: int, body: bytes | None
 ) -> None:
     assert server.server_address[0] == "127.0.0.1"
-    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.request(method, path, headers={"Host": host.format(port=server.server_port)} if host else {})
     response = connection.getresponse()
     content = response.read()
@@ -162,7 +162,7 @@ def samerun(*words: str) -> subprocess.Popen[str]:
 def test_the_verb_writes_the_page(tmp_path: Path) -> None:
     target = tmp_path / "lab.html"
     process = samerun("lab", "--output", str(target))
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out.strip(), err) == (0, str(target), "")
     assert target.read_text(encoding="utf-8") == render_lab()
 
@@ -173,19 +173,19 @@ def test_the_verb_serves_the_page_until_interrupted() -> None:
     address = process.stdout.readline().strip()
     match = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/", address)
     assert match
-    connection = HTTPConnection("127.0.0.1", int(match[1]), timeout=10)
+    connection = HTTPConnection("127.0.0.1", int(match[1]), timeout=60)
     connection.request("GET", "/")
     assert connection.getresponse().read().decode() == render_lab()
     connection.close()
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (0, "", "Ctrl-C ends it\n")
 
 
 def test_a_taken_port_is_one_clear_message() -> None:
     with PageServer("") as server:
         process = samerun("lab", "--no-open", "--port", str(server.server_port))
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (2, "")
     assert "SR-IO-FAILED" in err
     assert "Traceback" not in err

@@ -130,7 +130,8 @@ def encode(value: Any) -> Any:
         return {"$complex": [encode(value.real), encode(value.imag)]}
     if isinstance(value, np.ndarray):
         data = np.ascontiguousarray(value).astype(value.dtype.newbyteorder("<"))
-        return {"$array": [value.dtype.name, list(value.shape), base64.b64encode(data.tobytes()).decode("ascii")]}
+        kind = value.dtype.str[1:] if value.dtype.kind in "US" else value.dtype.name  # text of so many letters: U3
+        return {"$array": [kind, list(value.shape), base64.b64encode(data.tobytes()).decode("ascii")]}
     if isinstance(value, Inert):
         parts = [value.name, list(value.args), value.state, list(value.items)]
         return {"$record": [encode(part) for part in parts]}

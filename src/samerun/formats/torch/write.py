@@ -37,7 +37,8 @@ def lay_out(source: WriteSource, layout: Layout | None = None, *, bare: bool = F
     carried = carry_objects(state, numpy=False)
     sections = carried.sections
     if carried.scheduler in sections:  # before everything else: the first that looks like a scheduler is taken for it
-        rest = {name: value for name, value in sections.items() if name != carried.scheduler}
+        others = ((name, value) for name, value in sections.items() if name != carried.scheduler)
+        rest = {f"{name}_objects" if name == SCHEDULER else name: value for name, value in others}
         sections = {SCHEDULER: sections[carried.scheduler], **rest}
     tree: dict[str, Any] = {}
     for name, section in (
