@@ -271,3 +271,18 @@ def test_what_describes_the_data_is_no_place_in_them(form: str, tmp_path: Path):
         report = inspect_checkpoint(open_checkpoint(path))
         assert ("data" in report.resumable.have) is there
         assert ("SR-DATA-MISSING" in {problem.code for problem in report.problems}) is not there
+
+
+def test_a_whole_optimizer_is_not_read_and_not_said_to_be_complete(tmp_path: Path):
+    """torch.save(optimizer) keeps its state by parameter: what belongs to which is lost to anything but unpickling."""
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer}, tmp_path / "whole.pt")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "dict.pt")
+    for name, complete in (("whole.pt", False), ("dict.pt", True)):
+        report = inspect_checkpoint(open_checkpoint(tmp_path / name))
+        assert report.complete is complete
+        found = [problem for problem in report.problems if problem.code == "SR-COV-RECORD"]
+        assert [problem.where["tensor"] for problem in found] == ([] if complete else ["optimizer"])

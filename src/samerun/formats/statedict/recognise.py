@@ -79,6 +79,11 @@ def is_module(node: Any) -> bool:
     return all(isinstance(node.state.get(key), dict) for key in ("_parameters", "_buffers", "_modules"))
 
 
+def is_pickled_optimizer(node: Inert) -> bool:
+    """Whether a record is that of a whole pickled optimizer: its state is there, by parameter and not by name."""
+    return isinstance(node.state, dict) and node.state.keys() >= {"state", "param_groups"}
+
+
 def is_state_dict(node: Any, *, nested: bool = False) -> bool:
     """Whether a value is a model's state dict: names to tensors, with at most a few other values among them.
 

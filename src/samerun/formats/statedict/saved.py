@@ -17,6 +17,7 @@ from samerun.formats.statedict.recognise import (
     is_loader,
     is_module,
     is_optimizer,
+    is_pickled_optimizer,
     is_scaler,
     is_scheduler,
     is_state_dict,
@@ -115,6 +116,8 @@ def _sort(node: Any, saved: SavedState, name: str, last: str, depth: int) -> Non
             _sort(item, saved, f"{name}.{number}", last, depth + 1)
     else:
         saved.objects[name] = node
+        if isinstance(node, Inert) and is_pickled_optimizer(node):
+            saved.unread[name] = f"the state inside a pickled {node.name}"
 
 
 def _is_seed(node: Any) -> bool:
