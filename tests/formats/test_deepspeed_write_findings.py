@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_experts_beside_tensor_parallelism_and_fused_ones_are_refused(lay_out: A
         plan_of(lay_out, state_of(tensors_of(), format="zero", topology=fused), Layout(dp_shard=2))
 
 
-def test_a_pipeline_of_deepspeed_becomes_universal_only() -> None:
+def test_a_pipeline_whose_layers_are_not_known_becomes_universal_only() -> None:
     layers = tensors_of(**{"param:0.weight": ((2,), "float32")})
     staged = state_of(layers, format="zero", topology=Topology(world_size=2, layout=Layout(pp=2)))
     with pytest.raises(PlanError, match="SR-DSW-PARALLEL"):
@@ -100,10 +101,53 @@ def test_a_pipeline_of_deepspeed_becomes_universal_only() -> None:
 
 
 @needs_corpus
-@pytest.mark.parametrize(("source", "to"), [("pp2_ws2", "zero"), ("moe2_ws2", "universal")])
+@pytest.mark.parametrize(
+    ("layout", "options", "said"),
+    [
+        (Layout(pp=4), {}, "where 4 would begin"),
+        (Layout(pp=2), {"parts": (0, 1, 2)}, "the layout has 2"),
+        (Layout(pp=2), {"parts": (0, 0)}, "rise"),
+        (Layout(pp=2), {"parts": (1, 2)}, "begin with layer 0"),
+        (Layout(pp=3), {"parts": (0, 4, 5)}, "tied module emb"),
+        (Layout(pp=2), {"stage": 2}, "stages 0 and 1 only"),
+    ],
+)
+def test_a_division_that_is_not_known_is_refused(
+    layout: Layout, options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    checkpoint = open_checkpoint(corpus("deepspeed-special/pp2_ws2"))
+    with pytest.raises(PlanError, match=r"SR-DSW-STAGES") as raised:
+        prepare(checkpoint, tmp_path / "dest", to="zero", layout=layout, writer=partial(lay_out_zero, **options))
+    assert said in str(raised.value)
+    checkpoint.close()
+
+
+@needs_corpus
+@pytest.mark.parametrize(("pp", "parts"), [(2, None), (1, None), (3, (0, 2, 3))])
+def test_a_pipeline_is_written_by_stage_and_layer(pp: int, parts: tuple[int, ...] | None, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(corpus("deepspeed-special/pp2_ws2"))
+    layout = Layout(pp=pp, dp_shard=3)
+    prepared = prepare(
+        checkpoint, tmp_path / "dest", to="zero", layout=layout, writer=partial(lay_out_zero, parts=parts)
+    )
+    carry_out(prepared)
+    moved = open_checkpoint(tmp_path / "dest")
+    held = moved.state.topology.pipeline
+    assert held is not None
+    assert checkpoint.state.topology.pipeline is not None
+    assert held.layers == checkpoint.state.topology.pipeline.layers
+    assert len(held.stages) == pp
+    assert "tied_modules.emb.weight" in held.stages[-1]
+    assert moved.state.topology.layout == layout
+    moved.close()
+    checkpoint.close()
+
+
+@needs_corpus
+@pytest.mark.parametrize(("source", "to"), [("moe2_ws2", "universal")])
 def test_no_decision_makes_an_engine_load_them(source: str, to: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(corpus(f"deepspeed-special/{source}"))
-    layout = Layout(dp_shard=2, ep=2 if source == "moe2_ws2" else 1)
+    layout = Layout(dp_shard=2, ep=2)
     with pytest.raises(PlanError, match=r"SR-DSW-(PARALLEL|EXPERTS)"):
         prepare(checkpoint, tmp_path / "dest", to=to, layout=layout, allow=load_catalog())
     checkpoint.close()

@@ -109,9 +109,9 @@ def _source(rank: int, ranks: int, pp: int, folder: str) -> dict[str, Any]:
     return {"held": now, "later": train(engine, ranks, pp, 3, 3)}
 
 
-def _resumed(rank: int, ranks: int, pp: int, folder: str) -> dict[str, Any]:
+def _resumed(rank: int, ranks: int, pp: int, folder: str, universal: bool) -> dict[str, Any]:
     dsjob._quiet()
-    engine = make_engine(pp, ranks, universal=True)
+    engine = make_engine(pp, ranks, universal=universal)
     path, _ = engine.load_checkpoint(folder)
     assert path is not None
     now = held(engine)
@@ -127,9 +127,14 @@ def make_source(pp: int, ranks: int, folder: Path) -> tuple[dict[str, np.ndarray
     return _together(found), found[0]["later"]
 
 
-def resume(pp: int, ranks: int, folder: Path) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
-    """Loads by `load_universal` and trains on; returns what the stages held together, and what each rank saw."""
-    found = run_ranks(ranks, _resumed, pp, str(folder), timeout=300)
+def resume(
+    pp: int, ranks: int, folder: Path, *, universal: bool = True
+) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+    """Loads, by `load_universal` or natively, and trains on.
+
+    Returns what the stages held together, and what each rank saw.
+    """
+    found = run_ranks(ranks, _resumed, pp, str(folder), universal, timeout=300)
     return _together(found), found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Generator
@@ -48,6 +49,7 @@ _FILES_SHOWN = 20
 @click.option("--masters", type=click.Choice(["params", "slots", "drop"]), help="Where fp32 masters go.")
 @click.option("--weights-only", is_flag=True, help="Parameters and buffers; no optimizer and nothing of the run.")
 @click.option("--stage", type=click.IntRange(1, 3), help="zero: the stage of the job that loads it.")
+@click.option("--parts", metavar="L,L", help="zero: a pipeline's stages, by their first layers.")
 @click.option("--format", "format_name", metavar="F", help="Read SRC as this format.")
 @click.option("--rank-timeout", default=120.0, show_default=True, metavar="S", help="Under torchrun: patience.")
 @click.option("--meeting", "meeting_dir", metavar="DIR", help="Under torchrun, into a store: where ranks meet.")
@@ -68,6 +70,7 @@ def command(
     masters: str | None,
     weights_only: bool,
     stage: int | None,
+    parts: str | None,
     format_name: str | None,
     rank_timeout: float,
     meeting_dir: str | None,
@@ -104,7 +107,7 @@ def command(
     _require_codes(allow)
     settings = Settings(_parse_size("--memory-budget", memory_budget), threads or min(8, os.cpu_count() or 1))
     wanted = dict(_parse_dtype(text) for text in dtypes)
-    writer = _writer(to, max_shard, flavour, stage)
+    writer = _writer(to, max_shard, flavour, stage, parts)
     launch = parse_launch(os.environ)
     first = launch is None or launch.rank == 0
     if dry_run and not first:
@@ -227,12 +230,18 @@ def _parse_layout(text: str | None, source: Layout | None) -> Layout | None:
         raise _usage("SR-USAGE-LAYOUT", str(error), "a layout looks like dp_shard=4,tp=2 or dp=10") from None
 
 
-def _writer(to: str, max_shard: str | None, flavour: str | None, stage: int | None) -> Writer | None:
+def _writer(to: str, max_shard: str | None, flavour: str | None, stage: int | None, parts: str | None) -> Writer | None:
     options: dict[str, Any] = {}
     if stage is not None:
         if to != "zero":
             raise _usage("SR-USAGE-OPTION", "--stage is for zero only", "a universal checkpoint loads at every stage")
         options["stage"] = stage
+    if parts is not None:
+        if to != "zero":
+            raise _usage("SR-USAGE-OPTION", "--parts is for zero only", "other formats fit any number of stages")
+        if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", parts):
+            raise _usage("SR-USAGE-OPTION", f"--parts {parts}", "the first layer of every stage, as in 0,4,8")
+        options["parts"] = tuple(map(int, parts.split(",")))
     if max_shard is not None:
         if to not in ("safetensors", "huggingface"):
             raise _usage("SR-USAGE-OPTION", "--max-shard is for safetensors and huggingface only", "leave it out")

@@ -145,6 +145,18 @@ class RecordedProgress:
     epoch: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The stages of a pipeline, where the format keeps its layers apart.
+
+    `layers` has by layer number what a layer's own file holds: FQNs by the names that they have inside the layer.
+    `stages` has by stage the FQNs that it trained, in the order of its own optimizer; tied weights are in several.
+    """
+
+    layers: Mapping[int, Mapping[str, str]]
+    stages: tuple[tuple[str, ...], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
     """Which ranks wrote the checkpoint. `inferred` says how it is known when the format does not record it."""
@@ -152,6 +164,7 @@ class Topology:
     world_size: int | None = None
     layout: Layout | None = None
     inferred: str | None = None
+    pipeline: Pipeline | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -66,7 +66,8 @@ class MappedCheckpoint:
         self._pieces: dict[str, _Pieces] = {}
         self._last: tuple[tuple[str, int], Extent] | None = None
         entries = dict(self._entries(result))
-        self.state = replace(before, tensors=entries, groups=groups)
+        topology = replace(before.topology, pipeline=None)  # its layers are under the names that they had
+        self.state = replace(before, tensors=entries, groups=groups, topology=topology)
 
     def _entries(self, result: MapResult) -> Iterable[tuple[str, TensorEntry]]:
         for tensor in result.tensors:

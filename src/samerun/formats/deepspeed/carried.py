@@ -99,11 +99,18 @@ def updates_of(state: LogicalState, training: Training) -> int:
 
 
 def write_common(
-    state: LogicalState, ranks: int, updates: int, config: Mapping[str, Any], carried: Carried, rank: int = 0
+    state: LogicalState,
+    ranks: int,
+    updates: int,
+    config: Mapping[str, Any],
+    carried: Carried,
+    rank: int = 0,
+    stages: int = 1,
 ) -> dict[str, Any]:
     """Returns a model file but for the model: counters, settings and the script's own state.
 
-    The first are those of `DeepSpeedEngine._common_checkpoint_state`.
+    The first are those of `DeepSpeedEngine._common_checkpoint_state`. `rank` says whose own values go with them;
+    `stages` is the number of pipeline stages.
     """
     skipped = as_count(state.objects.get("skipped_steps")) or 0
     client = carried.of_rank(rank)
@@ -116,28 +123,29 @@ def write_common(
         "global_steps": updates + skipped,
         **({"global_samples": state.progress.samples} if state.progress.samples is not None else {}),
         "dp_world_size": ranks,
-        "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "mp_world_size": stages,
+        "checkpoint_parallel_dimensions": {"pp_degree": stages, "tp_degree": 1},
         "ds_config": dict(config),
         "ds_version": WRITTEN_VERSION,
         **client,
     }
 
 
-def carry(state: LogicalState, ranks: int, *, files_by_rank: bool) -> Carried:
+def carry(state: LogicalState, ranks: int, *, files_by_rank: bool, every: int = 1) -> Carried:
     """Sorts scheduler, generators, data positions and objects for `ranks` ranks.
 
     Ranks' own copies become one if they are equal, go to the same ranks if every rank of as many has a file of its own,
-    and otherwise stay apart under `<name>.rank<number>` in every file, which is a finding.
+    and otherwise stay apart under `<name>.rank<number>` in every file, which is a finding. Of pipelines, the first rank
+    of each stage has a file: every so many ranks of the source.
     """
     if state.format not in OWN_FORMATS:
         return _carry_foreign(state)
     carried = Carried()
     shared, apart = _by_rank(state)
     for name, values in apart.items():
-        if files_by_rank and sorted(values) == list(range(ranks)):
+        if files_by_rank and sorted(values) == list(range(0, ranks * every, every)):
             for rank, value in values.items():
-                carried.by_rank.setdefault(rank, {}).update(_writable(state, {name: value}, carried))
+                carried.by_rank.setdefault(rank // every, {}).update(_writable(state, {name: value}, carried))
             continue
         shared |= {f"{name}.rank{rank}": value for rank, value in values.items()}
         carried.problems.append(_apart(name, len(values), ranks))

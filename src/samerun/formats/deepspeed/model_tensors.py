@@ -102,7 +102,8 @@ def add_model(source: Opened, names: Names, cutter: Cutter, gatherer: Gatherer) 
             _add(names, cutter, gatherer, (stage, rank, dp or 0), name, model.file.extent(tensor))
         if dp is not None:
             _add_fragments(source, names, cutter, gatherer, model, dp)
-    for name, (stage, rank), extent, local in _layer_tensors(source, names):
+    for held in layer_tensors(source, names):
+        name, (stage, rank), extent, local = held.name, held.place, held.extent, held.copy
         names.order.setdefault(name)
         names.dtypes.setdefault(name, extent.dtype)
         names.shapes.setdefault((stage, name), {}).setdefault(rank, extent.shape)
@@ -149,17 +150,33 @@ def _add_fragments(
         )
 
 
-def _layer_tensors(source: Opened, names: Names) -> Iterator[tuple[str, tuple[int, int], Extent, int]]:
-    """Yields the tensors of pipeline layers under the names that the optimizer knows, with their copy's number."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerTensor:
+    """A tensor in a pipeline layer's file: the name that it has there, and the one that the optimizer knows.
+
+    `place` is the pipeline stage and tensor-parallel rank, `copy` the number of the copy.
+    """
+
+    layer: int
+    inner: str
+    name: str
+    place: tuple[int, int]
+    extent: Extent
+    copy: int
+
+
+def layer_tensors(source: Opened, names: Names) -> Iterator[LayerTensor]:
+    """Yields the tensors of pipeline layers."""
     for file_name, file in source.layers.items():
+        layer = file_name.layer or 0
         for inner, tensor in tensors_in(file.value).items():
-            name = f"{file_name.layer}.{inner}"
+            name, extent = f"{layer}.{inner}", file.extent(tensor)
             stage = _stage_of(source, names, name)
             if stage is not None or name in names.buffers:
-                yield name, (stage or 0, file_name.tp), file.extent(tensor), 0
+                yield LayerTensor(layer, inner, name, (stage or 0, file_name.tp), extent, 0)
                 continue
             tied = _tied_name(names, inner, tensor, file_name)
-            yield tied or name, (0, file_name.tp), file.extent(tensor), (file_name.layer or 0) if tied else 0
+            yield LayerTensor(layer, inner, tied or name, (0, file_name.tp), extent, layer if tied else 0)
 
 
 def _stage_of(source: Opened, names: Names, name: str) -> int | None:

@@ -79,3 +79,8 @@ def optim_name(mp: int, dp: int, precision: str) -> str:
 def expert_name(layer: int, expert: int) -> str:
     """Returns the name of an expert's file; both numbers are global."""
     return f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+
+
+def layer_name(layer: int) -> str:
+    """Returns the name of a pipeline layer's file."""
+    return f"layer_{layer:02d}-model_states.pt"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from samerun.core.mesh import Layout
-from samerun.core.state import Topology
+from samerun.core.state import Pipeline, Topology
 from samerun.formats.deepspeed.model import ModelStates
 from samerun.formats.deepspeed.names import FileName
 from samerun.formats.deepspeed.states import StateFile, as_count, as_dict
@@ -85,10 +85,10 @@ def sequence_degree(model: ModelStates | None, dp: int) -> int:
     return cp if cp and dp % cp == 0 else 1
 
 
-def topology(degrees: Degrees, *, sharded: bool) -> Topology:
+def topology(degrees: Degrees, *, sharded: bool, pipeline: Pipeline | None = None) -> Topology:
     """Returns the layout of the ranks that wrote the files. `sharded` is False for stage 0, which replicates."""
     replicas = degrees.dp // degrees.cp
     shard, replicate = (replicas, 1) if sharded else (1, replicas)
     ep = degrees.ep if (shard * degrees.cp * degrees.tp) % degrees.ep == 0 else 1
     layout = Layout(pp=degrees.pp, dp_replicate=replicate, dp_shard=shard, cp=degrees.cp, tp=degrees.tp, ep=ep)
-    return Topology(world_size=layout.world_size, layout=layout)
+    return Topology(world_size=layout.world_size, layout=layout, pipeline=pipeline)

@@ -127,7 +127,7 @@ def name_of(state: LogicalState, entry: TensorEntry) -> str:
 
 
 def check_parallel(state: LogicalState, layout: Layout | None, target: str) -> list[Problem]:
-    """Returns what is not laid out: pipelines as `zero`, experts beside them, destinations cut by more than data.
+    """Returns what is not laid out: pipelines without their layers, experts in them, destinations cut otherwise.
 
     No decision of the user changes that: what would be written, no engine loads.
     """
@@ -135,13 +135,13 @@ def check_parallel(state: LogicalState, layout: Layout | None, target: str) -> l
     fqns = [entry.key.fqn for entry in state.tensors.values() if entry.key.role is Role.PARAM]
     own = state.format in OWN_FORMATS
     held = (state.topology.layout if own else None) or Layout()
-    pipeline = own and any(_LAYER.match(fqn) for fqn in fqns)
-    staged = pipeline and target == "universal"  # its folders have the pipeline's names, at any number of stages
-    if pipeline and held.pp > 1 and not staged:
-        why = "the source is a DeepSpeed pipeline, whose layers lie in files of their own"
+    layered = own and state.topology.pipeline is not None
+    staged = layered or (own and target == "universal" and any(_LAYER.match(fqn) for fqn in fqns))
+    if own and held.pp > 1 and any(_LAYER.match(fqn) for fqn in fqns) and not staged:
+        why = "the source is a DeepSpeed pipeline, and what each stage and each layer's file holds is not known of it"
         problems.append(_parallel(why, target, {"key": "pp"}))
     experts = next((fqn for fqn in fqns if expert_of(fqn) is not None), None)
-    if experts and (held.tp, held.pp) != (1, 1):
+    if experts and ((held.tp, held.pp) != (1, 1) or layered):
         why = "the source has DeepSpeed's experts beside tensor or pipeline parallelism"
         problems.append(_parallel(why, target, {"tensor": f"param:{experts}"}))
     elif not experts and held.ep > 1:

@@ -15,7 +15,9 @@ from samerun.formats.deepspeed.opened import topology
 from samerun.formats.deepspeed.states import plain_value
 from samerun.formats.placement import Placement
 from samerun.formats.zero.checks import check_source
-from samerun.formats.zero.optimizer_tensors import Flat, add_flat, groups_of
+from samerun.formats.zero.groups import groups_of, read_groups
+from samerun.formats.zero.optimizer_tensors import Flat, add_flat
+from samerun.formats.zero.pipeline import read_pipeline
 from samerun.formats.zero.source import Source
 from samerun.formats.zero.tracker import check_tracker
 from samerun.formats.zero.whole_optimizer import add_whole_optimizer
@@ -46,6 +48,8 @@ def assemble(source: Source) -> Assembled:
     add_model(source, names, cutter, gatherer)
     add = add_whole_optimizer if source.stage == 0 else add_flat
     flat = add(source, names, cutter, gatherer)
+    if source.stage > 0:
+        flat.groups = read_groups(source)
     gathered = Gathered(*gatherer.finish(aliases_by_owner(names.shared)))
     settle_masters(gathered, flat.masters, names, source.config, "the optimizer's flat buffers")
     constants = add_counters(gathered, flat.counters)
@@ -64,7 +68,7 @@ def assemble(source: Source) -> Assembled:
         rng=sections.rng if sections else {},
         data=sections.data if sections else {},
         objects=_objects(source, sections),
-        topology=topology(source.degrees, sharded=source.stage > 0),
+        topology=topology(source.degrees, sharded=source.stage > 0, pipeline=read_pipeline(source, names)),
         written_by=written_by(source),
         problems=tuple(problems),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from samerun.core.dtype import DType
-from samerun.core.state import ParamGroup, Role, TensorKey, normalize_fqn
+from samerun.core.state import Role, TensorKey, normalize_fqn
 from samerun.errors import Problem
 from samerun.formats.base import Extent
 from samerun.formats.deepspeed.experts import fused_slice, global_name, local_experts
@@ -25,9 +25,9 @@ from samerun.formats.deepspeed.model import Shapes
 from samerun.formats.deepspeed.model_tensors import Cutter, Names
 from samerun.formats.deepspeed.shards import FlatShard, OptimStates
 from samerun.formats.deepspeed.slices import Slice
-from samerun.formats.deepspeed.states import as_dict, enum_number, plain_value
+from samerun.formats.deepspeed.states import enum_number
 from samerun.formats.torchfile import TensorRef
-from samerun.formats.zero.source import Source, is_expert_group, without_role
+from samerun.formats.zero.source import Source, is_expert_group
 
 
 @dataclass(slots=True)
@@ -71,7 +71,6 @@ def add_flat(source: Source, names: Names, cutter: Cutter, gatherer: Gatherer) -
                 if number < len(shapes) and number < len(optim.shards):
                     adder = _Adder(source, names, cutter, gatherer, flat, optim, settings)
                     adder.add(number, shapes[number], sizes.get((mp, number), 0))
-    flat.groups = list(_groups(source, names, flat))
     return flat
 
 
@@ -237,59 +236,6 @@ def check_length(optim: OptimStates, number: int, shapes: Shapes, partitions: in
         found=f"{found} elements",
         hint="the files come from saves with another world size, another model or other groups; restore the directory",
     )
-
-
-def _groups(source: Source, names: Names, flat: Flat) -> Iterator[tuple[list[str], Mapping[str, Any]]]:
-    """Yields the parameter groups: members in the optimizer's own order, and hyperparameters of the lowest rank."""
-    merged: dict[int, tuple[dict[str, None], Mapping[str, Any]]] = {}
-    for (mp, dp), optim in sorted(source.optims.items()):
-        shapes = shapes_for(source, mp, dp) or ()
-        for group, settings in enumerate(optim.groups or ({},) * len(optim.members)):
-            members, _ = merged.setdefault(group, ({}, _plain(source, optim, settings)))
-            for number in optim.members[group] if group < len(optim.members) else ():
-                if number >= len(shapes):
-                    continue
-                place = place_of(source, optim, number, settings)
-                counts = local_experts(name for name, _ in shapes[number])
-                for name in own_order(source, mp, number, shapes[number]):
-                    full = global_name(name, counts, place.ep_rank)
-                    members.setdefault(normalize_fqn(full))
-    for group in sorted(merged):
-        members, settings = merged[group]
-        yield list(members), settings
-
-
-def own_order(source: Source, mp: int, number: int, shapes: Shapes) -> list[str]:
-    """Returns a group's names in the order in which the optimizer was given them.
-
-    Round-robin gradients shuffle the flattened order. DeepSpeed's maps, one rank's after the other, keep the old one;
-    maps that follow the buffers, as samerun writes them, do not, and then the shuffle is undone.
-    """
-    listed = [name for name, _ in shapes]
-    mapped: dict[str, None] = {}
-    placed: dict[str, None] = {}
-    ranks = 0
-    for (rank, _), optim in sorted(source.optims.items()):
-        if rank == mp and optim.mappings and number < len(optim.mappings):
-            places = optim.mappings[number]
-            mapped.update(dict.fromkeys(places))
-            placed.update(dict.fromkeys(sorted(places, key=lambda name: places[name][0])))
-            ranks = max(ranks, optim.partitions[number] if number < len(optim.partitions) else 0)
-    shuffled = as_dict(source.config.get("zero_optimization")).get("round_robin_gradients") is True
-    if shuffled and ranks and list(placed) == listed:
-        order = [place for rank in range(ranks) for place in range(rank, len(listed), ranks)]
-        return [name for _, name in sorted(zip(order, listed, strict=True))]
-    return list(mapped) if set(mapped) == set(listed) else listed
-
-
-def _plain(source: Source, optim: OptimStates, settings: Mapping[str, Any]) -> dict[str, Any]:
-    plain = without_role(plain_value(dict(settings), optim.file, source.files))
-    return {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in plain.items()}
-
-
-def groups_of(flat: Flat) -> tuple[ParamGroup, ...]:
-    """Returns the groups as the logical state has them."""
-    return tuple(ParamGroup(tuple(members), settings) for members, settings in flat.groups)
 
 
 def _no_shapes(optim: OptimStates) -> Problem:

@@ -8,8 +8,8 @@ and 2 are alike and load into either, with BF16_Optimizer too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from samerun.core.mesh import Layout
@@ -46,8 +46,9 @@ from samerun.formats.deepspeed.modelfile import (
     write_shapes,
     write_tensor,
 )
-from samerun.formats.deepspeed.names import expert_name, model_name, optim_name
+from samerun.formats.deepspeed.names import expert_name, layer_name, model_name, optim_name
 from samerun.formats.deepspeed.records import WRITTEN_VERSION, fragment, is_dynamic, loss_scaler, stage_number
+from samerun.formats.deepspeed.staging import Staged, carry_staged, stage_pipeline
 from samerun.formats.deepspeed.states import as_dict
 from samerun.formats.deepspeed.training import (
     Trained,
@@ -63,33 +64,44 @@ from samerun.formats.torchfile.write import Slot, archive_file, gather_slots, te
 _LOCAL_STAGES = (1, 2, 3)
 
 
-def lay_out(source: WriteSource, layout: Layout | None = None, *, stage: int | None = None) -> DestinationPlan:
+def lay_out(
+    source: WriteSource,
+    layout: Layout | None = None,
+    *,
+    stage: int | None = None,
+    parts: Sequence[int] | None = None,
+) -> DestinationPlan:
     """Plans the directory: `latest` and one tag with a model file or several, and an optimizer file for every rank.
+
+    A pipeline has a model file for every stage, and its layers in files of their own.
 
     Args:
         source: the state.
         layout: ranks of the destination; those of the source where none is given. Its batch replicas share the
             optimizer.
         stage: 1, 2 or 3; the source's own, or what fits it, where none is given.
+        parts: of a pipeline, the first layer of each stage, where that is not the source's own division.
     """
     state = source.state
     training = plan_training(source, layout, "zero")
     deal_experts(state, training, destination_ep(state, layout))
     ranks = destination_ranks(state, layout)
     settings = read_settings(state, ranks, choose_stage(state, training, stage))
-    carried = carry(state, ranks, files_by_rank=settings.stage == 3)
+    staged = stage_pipeline(state, training, layout, parts)
+    carried = carry_staged(state, staged, ranks) if staged else carry(state, ranks, files_by_rank=settings.stage == 3)
     config = write_config(state, training, settings)
     writer = _Writer(state, training, settings, carried, config)
     tag = f"global_step{updates_of(state, training)}"
     files: list[tuple[FilePlan, list[Slot]]] = [text_file("latest", tag)]
-    files += [archive_file(f"{tag}/{name}", value) for name, value in writer.files()]
+    for name, value in writer.staged_files(staged) if staged else writer.files():
+        files.append(archive_file(f"{tag}/{name}", value))
     lost = made_from_masters(training) if settings.stage == 3 else {}
     return DestinationPlan(
         format="zero",
         files=tuple(file for file, _ in files),
         tensors=gather_slots([slots for _, slots in files]),
         dropped={**training.dropped, **carried.dropped, **lost},
-        problems=(*training.problems, *carried.problems, *_unsure(training), _assumes(settings, training)),
+        problems=(*training.problems, *carried.problems, *_unsure(training), _assumes(settings, training, staged)),
     )
 
 
@@ -103,13 +115,17 @@ def choose_stage(state: LogicalState, training: Training, wanted: int | None) ->
     """Returns the stage: the one asked for, the source's, 3 for sharded parameters or those without masters, else 2.
 
     Raises:
-        PlanError: if experts were to be written for stage 3, which refuses them.
+        PlanError: if experts were to be written for stage 3, or a pipeline for another than 1, which refuse them.
     """
     if training.layers:
         if wanted == 3 or training.masterless:
             raise PlanError(_no_experts())
         own = source_stage(state)
         return wanted or (own if own in (1, 2) else 2)
+    if state.topology.pipeline is not None:
+        if (wanted or 1) != 1 or training.masterless:
+            raise PlanError(_no_pipeline())
+        return 1
     if wanted is not None:
         return wanted
     own = source_stage(state)
@@ -123,36 +139,48 @@ def choose_stage(state: LogicalState, training: Training, wanted: int | None) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Writer:
+    """Files of a run, or of stage `number` of a pipeline of `stages`; of no pipeline if there are none."""
+
     state: LogicalState
     training: Training
     settings: Settings
     carried: Carried
     config: Mapping[str, Any]
+    number: int = 0
+    stages: int = 0
+
+    def staged_files(self, staged: Staged) -> Iterator[tuple[str, Any]]:
+        """Yields names and contents of a pipeline's files."""
+        for layer, module in staged.layers.items():
+            yield layer_name(layer), module
+        for number, training in enumerate(staged.stages):
+            yield from replace(self, training=training, number=number, stages=len(staged.stages)).files()
 
     def files(self) -> Iterator[tuple[str, Any]]:
         """Yields names and contents of the tag's files."""
         whole = self.settings.stage < 3
         for rank in range(1 if whole else self.settings.ranks):
-            yield model_name(0, None if whole else rank), self._model(rank)
+            yield model_name(self.number, None if whole else rank), self._model(rank)
         for layer, number, module in expert_modules(self.training):
             yield expert_name(layer, number), module
         for rank in range(self.settings.ranks):
             held = self._whole_groups(rank) if whole else self._partitioned(rank)
             content = {"optimizer_state_dict": held, "ds_config": self.config, "ds_version": WRITTEN_VERSION}
             precision = "bf16" if self.training.precision == "bf16" else ""
-            yield optim_name(0, rank, precision), content
+            yield optim_name(self.number, rank, precision), content
 
     def _model(self, rank: int) -> dict[str, Any]:
         training, ranks = self.training, self.settings.ranks
         if self.settings.stage < 3:
-            module = whole_module(training)
+            module = None if self.stages else whole_module(training)  # a pipeline's layers have files of their own
             flattened = [self._order(self._share(group, 0)) for group in training.groups]
             fragments = {held.name: write_tensor(held.entry) for held in training.frozen}
         else:
             module = empty_module(training)
             flattened = [members for group in training.groups for members in self._sub_groups(group)]
             fragments = {held.name: frozen_fragment(held.entry, ranks, rank) for held in training.frozen}
-        apart = any(expert_of(name) is not None for name in fragments)  # a loader takes the first rank's for all
+        # A loader would take the first rank's experts for all; pipelines are of stage 1, which lists none at all.
+        apart = bool(self.stages) or any(expert_of(name) is not None for name in fragments)
         return {
             "module": module,
             "buffer_names": [held.name for held in training.buffers if _of_first_rank(held.name, training)],
@@ -162,8 +190,13 @@ class _Writer:
             "shared_params": dict(training.shared) if rank == 0 else {},
             "frozen_param_fragments": None if apart else fragments,
             **({"num_experts": list(training.layers.values()), "ds_autoep_layers": None} if training.layers else {}),
-            **write_common(self.state, ranks, updates_of(self.state, training), self.config, self.carried, rank),
+            **self._common(rank),
         }
+
+    def _common(self, rank: int) -> dict[str, Any]:
+        updates = updates_of(self.state, self.training)
+        holder, stages = (self.number, self.stages) if self.stages else (rank, 1)
+        return write_common(self.state, self.settings.ranks, updates, self.config, self.carried, holder, stages)
 
     def _share(self, group: TrainedGroup, rank: int) -> Share:
         return share_of(group, rank, self.settings.ranks, data_first=self.settings.data_first)
@@ -270,6 +303,15 @@ def _no_experts() -> Problem:
     )
 
 
+def _no_pipeline() -> Problem:
+    return Problem(
+        "SR-DSW-STAGES",
+        "DeepSpeed's pipelines take ZeRO stages 0 and 1 only, and files of stage 1 need masters",
+        where={"key": "zero_optimization.stage"},
+        hint="leave --stage out. 16-bit weights without masters have to be converted to dcp or safetensors",
+    )
+
+
 def _unsure(training: Training) -> Iterator[Problem]:
     """Yields what must be decided where the source does not say whether a tensor is a buffer or a frozen parameter.
 
@@ -289,10 +331,11 @@ def _unsure(training: Training) -> Iterator[Problem]:
         )
 
 
-def _assumes(settings: Settings, training: Training) -> Problem:
+def _assumes(settings: Settings, training: Training, staged: Staged | None) -> Problem:
     """Says for which job the files are laid out; loaders check the number of ranks and the alignment only."""
+    number = "1" if staged else "1 or 2" if settings.stage < 3 else "3"
     parts = [
-        f"stage {'1 or 2' if settings.stage < 3 else '3'}",
+        f"stage {number}",
         f"{settings.ranks} data-parallel ranks",
         training.precision or "fp32",
     ]
@@ -301,6 +344,7 @@ def _assumes(settings: Settings, training: Training) -> Problem:
     if training.layers:
         parts += [f"ep_size {training.ep}", *(["use_data_before_expert_parallelism"] if settings.data_first else [])]
     parts += [f"sub_group_size {settings.sub_group_size}"] if settings.stage == 3 else []
+    parts += [f"{len(staged.stages)} pipeline stages ({staged.text()})"] if staged else []
     return Problem(
         "SR-DSW-ASSUMES",
         f"laid out for a job with {', '.join(parts)}",
