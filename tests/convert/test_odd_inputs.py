@@ -146,6 +146,18 @@ def test_mappings_by_number_and_lists_of_arrays_keep_their_form(tmp_path: Path) 
     assert all(map(torch.equal, end["arrays"], odd["arrays"]))
 
 
+@pytest.mark.parametrize("to", ["torch", "dcp", "safetensors"])
+def test_keys_that_are_alike_as_text_stay_two(tmp_path: Path, to: str) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer, 1)
+    seen = {"words": {1: "one", "1": "text"}, "counts": {1: torch.ones(2), "1": torch.zeros(3)}}
+    torch.save(saved(net, optimizer, seen=seen), tmp_path / "source.pt")
+    objects = open_checkpoint(convert(tmp_path / "source.pt", tmp_path / "dest", to)).state.objects
+    assert objects["seen.words"] == seen["words"]
+    assert {key: value.tolist() for key, value in objects["seen.counts"].items()} == {1: [1, 1], "1": [0, 0, 0]}
+
+
 def test_what_is_allowed_is_reported_once(tmp_path: Path) -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())

@@ -68,3 +68,9 @@ def test_differences_are_leaves() -> None:
     assert differing_paths(True, 1) == [("", True, 1)]
     assert differing_paths([1], [1, 2]) == [("", [1], [1, 2])]
     assert differing_paths(a, a) == []
+
+
+def test_keys_that_are_alike_as_text_are_told_apart() -> None:
+    assert plain({1: "a", "1": "b"}) == {"1": "a", "'1'": "b"}
+    assert plain({1: "a", "1": "b"}) != plain({1: "c", "1": "b"})
+    assert plain({1: "a"}) == plain({"1": "a"}) == {"1": "a"}

@@ -58,8 +58,13 @@ def is_blank(value: Any) -> bool:
 
 def _plain_container(value: Any, path: str, read_array: ArrayReader | None) -> Any:
     if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        return {str(name): plain(item, f"{path}.{name}" if path else str(name), read_array) for name, item in items}
+        items = cast("Mapping[Any, Any]", value)
+        texts = {str(name) for name in items}
+        names = {name: str(name) if len(texts) == len(items) else repr(name) for name in items}  # 1 beside "1"
+        return {
+            names[name]: plain(item, f"{path}.{names[name]}" if path else names[name], read_array)
+            for name, item in items.items()
+        }
     ordered = sorted(value, key=repr) if isinstance(value, AbstractSet) else value
     return [plain(item, f"{path}.{number}", read_array) for number, item in enumerate(ordered)]
 

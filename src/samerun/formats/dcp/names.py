@@ -131,7 +131,7 @@ def _root_of(state: LogicalState, fqn: str, slot: str, entry: TensorEntry) -> tu
 def flatten_sections(sections: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
     """Yields (path, value) as torch flattens a state dict: mappings always, lists where tensors or mappings are inside.
 
-    Where torch would flatten something empty away, it stays an object.
+    Where torch would flatten something empty away, or give two values one name (1 and "1"), it stays an object.
     """
     for key, value in sections.items():
         yield from _flatten((str(key),), value)
@@ -140,7 +140,7 @@ def flatten_sections(sections: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
 def _flatten(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     if _is_empty(value):
         yield path, value
-    elif isinstance(value, Mapping):
+    elif isinstance(value, Mapping) and len({str(key) for key in value}) == len(value):
         for key, item in value.items():
             yield from _flatten((*path, str(key)), item)
     elif isinstance(value, list) and not _is_leaf(value):

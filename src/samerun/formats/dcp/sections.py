@@ -87,7 +87,8 @@ def recognise(tree: Tree) -> Sections:
 
 
 def _sections(tree: Tree, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:
-    for key, node in tree.items():
+    for saved, node in tree.items():
+        key = str(saved)  # inside an object that was saved whole it may be anything
         name = f"{prefix}{key}"
         recognised = looks_random(key) or _is_loader(key, node) or _is_scheduler(key, node)
         yield name, key, node

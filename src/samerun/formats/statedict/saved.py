@@ -132,11 +132,17 @@ def _may_nest(last: str, node: Any) -> bool:
     return looks_like_model(last)
 
 
-def _is_table(node: Any) -> bool:
-    """Whether this is plain data under keys other than text, which a dotted name would make text of."""
-    if not isinstance(node, dict):
-        return not isinstance(node, list | Inert | Stored)
-    return not any(isinstance(key, str) for key in node) and all(_is_table(item) for item in node.values())
+def _is_table(node: dict[Any, Any]) -> bool:
+    """Whether this is data under keys other than text, which a dotted name would make text of."""
+    return not all(isinstance(key, str) for key in node) and not any(_holds_part(item) for item in node.values())
+
+
+def _holds_part(node: Any) -> bool:
+    """Whether some part of a training state is in a value, or a record of which nothing is known."""
+    if isinstance(node, Inert) or _is_part("", node):
+        return True
+    inside = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return any(_holds_part(item) for item in inside)
 
 
 def _is_part(last: str, item: Any) -> bool:
