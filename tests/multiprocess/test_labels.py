@@ -146,7 +146,8 @@ def test_a_clean_move_to_tensor_parallel_ranks_is_promoted(
     checkpoint: Path, recorded: dict[str, Any], tmp_path: Path
 ) -> None:
     layout = {"dp_shard": 2, "tp": 2}
-    result = move(tmp_path / "t", checkpoint, recorded, destination__layout=layout, destination__world_size=4)
+    there = {"destination__layout": layout, "destination__world_size": 4, "batch__option": "uniform"}
+    result = move(tmp_path / "t", checkpoint, recorded, **there)
     assert result.verdict.decision == "promote", result.verdict.reasons
     body = record(tmp_path / "t")
     assert body["validated"]["layout"] == layout
