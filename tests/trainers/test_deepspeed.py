@@ -74,7 +74,7 @@ MORE = {
     "2, 4 to 3": (2, 4, 3),
     "3, 2 to 4": (3, 2, 4),
 }
-"""Every stage is moved above or in `promoted`, to fewer ranks and to more."""
+"""Every stage is moved once above or in `promoted`, some to fewer ranks and some to more."""
 
 
 @pytest.mark.parametrize(
