@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from support.megatron import key_of, read_tensors, unstack  # noqa: E402
 from support.packed import packed_in, unpack  # noqa: E402
 
 PAGE = TOP / "docs" / "formats" / "index.md"
+_EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d+)(\..*)")
 FAMILIES = ("torch", "deepspeed", "deepspeed-special", "deepspeed-universal", "megatron")
 GOLDEN = ("statedict", "deepspeed", "wrapped", "dcp", "megatron")
 VERSIONS = {
@@ -168,12 +170,13 @@ def _progress(state: LogicalState) -> str:
 
 def compare(checkpoint: Checkpoint, folder: Path) -> str:
     """Returns how many tensors of the truth are equal, bit for bit in the narrower of both types."""
-    truth = read_full_truth(folder, checkpoint.path.name)
+    whole = [(names, value, 0) for names, value in read_full_truth(folder, checkpoint.path.name)]
+    truth = whole or list(read_rank_truth(folder))
     if not truth:
         return ""
     equal, absent, differing, shapeless = 0, 0, 0, 0
     by_name = _by_name(checkpoint.state)
-    for names, value in truth:
+    for names, value, rank in truth:
         key = next((by_name[name] for name in names if name in by_name), None)
         if key is None:
             absent += 1
@@ -183,15 +186,25 @@ def compare(checkpoint: Checkpoint, folder: Path) -> str:
         except FormatError:
             absent += 1
             continue
+        found = found if whole else _part(found, value.shape, rank)
         same = found.size == value.size
         value = value.astype(found.dtype) if found.dtype.itemsize == 2 else value
         same = same and np.array_equal(found.astype(value.dtype).reshape(value.shape), value, equal_nan=True)
         equal, differing = equal + same, differing + (not same)
         shapeless += same and found.shape != value.shape and found.size > 1
-    told = f"{equal} of {len(truth)}"
+    told = f"{equal} of {len(truth)}" + ("" if whole else " held by ranks")
     told += f", {absent} not in it" if absent else ""
     told += f", {shapeless} of them without their shape" if shapeless else ""
     return f"{told}, {differing} differ" if differing else told
+
+
+def _part(found: np.ndarray, shape: tuple[int, ...], rank: int) -> np.ndarray:
+    """Returns what a rank holds of a tensor that is cut evenly over ranks, along the dimension that is shorter."""
+    for axis, (whole, part) in enumerate(zip(found.shape, shape, strict=True)):
+        if whole != part:
+            first = rank % -(-whole // part) * part  # tensor-parallel ranks are the innermost
+            found = np.take(found, range(first, min(first + part, whole)), axis=axis)
+    return found
 
 
 def _by_name(state: LogicalState) -> dict[tuple[str, str], str]:
@@ -204,7 +217,7 @@ def _by_name(state: LogicalState) -> dict[tuple[str, str], str]:
 
 
 def read_full_truth(folder: Path, inner: str) -> list[tuple[list[tuple[str, str]], np.ndarray]]:
-    """Returns (names under which it may be filed, value) per tensor of the truth; nothing where it is kept per rank."""
+    """Returns (names under which it may be filed, value) per tensor of the truth; nothing where it is kept by rank."""
     if "megatron" in folder.parts:
         return list(_megatron_truth(folder))
     if (folder / "truth.safetensors").is_file():
@@ -214,6 +227,21 @@ def read_full_truth(folder: Path, inner: str) -> list[tuple[list[tuple[str, str]
             with np.load(folder / name) as arrays:
                 return [(_npz_names(key), arrays[key]) for key in arrays.files if _npz_names(key)]
     return []
+
+
+def read_rank_truth(folder: Path) -> Iterator[tuple[list[tuple[str, str]], np.ndarray, int]]:
+    """Yields (names under which it may be filed, value, rank) for what each rank held of a DeepSpeed job.
+
+    Ranks of expert parallelism number their own experts from 0.
+    """
+    for rank, file in enumerate(sorted(folder.glob("truth_rank*.npz"))):
+        with np.load(file) as arrays:
+            experts = {int(match[2]) for name in arrays.files if (match := _EXPERT.fullmatch(name))}
+            for name in arrays.files:
+                match = _EXPERT.fullmatch(name)
+                full = f"{match[1]}{rank * len(experts) + int(match[2])}{match[3]}" if match else name
+                if names := _npz_names(full):
+                    yield names, arrays[name], rank
 
 
 def _megatron_truth(folder: Path) -> Iterator[tuple[list[tuple[str, str]], np.ndarray]]:
@@ -259,9 +287,9 @@ def page(rows: list[Row]) -> str:
         "Written by `python scripts/format_matrix.py`. Each row is a checkpoint that its framework wrote on a CPU",
         "with gloo, opened as a user would. *Equal to the live run* counts full tensors that were taken from the",
         "running job, never from the checkpoint, and are equal here; *not in it* are tensors that it does not hold",
-        "(buffers that are not saved, mostly). Empty where the truth is kept per rank (tests compare these rank by",
-        "rank) or there is none. `golden/` lies in `tests/golden`; the others are a collection that is not part of the",
-        "repository. `*`: inferred. Empty: nothing there, or not known.",
+        "(buffers that are not saved, mostly); *held by ranks* counts what each rank held, its part of a tensor",
+        "included. Empty where there is no truth. `golden/` lies in `tests/golden`; the others are a collection that",
+        "is not part of the repository. `*`: inferred. Empty: nothing there, or not known.",
         "",
         f"| {' | '.join(heads)} |",
         f"|{'---|' * len(heads)}",
