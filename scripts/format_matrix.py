@@ -186,7 +186,7 @@ def compare(checkpoint: Checkpoint, folder: Path) -> str:
         except FormatError:
             absent += 1
             continue
-        found = found if whole else _part(found, value.shape, rank)
+        found = found if whole else _part(found, value.shape, names[0][1], rank)
         same = found.size == value.size
         value = value.astype(found.dtype) if found.dtype.itemsize == 2 else value
         same = same and np.array_equal(found.astype(value.dtype).reshape(value.shape), value, equal_nan=True)
@@ -198,12 +198,17 @@ def compare(checkpoint: Checkpoint, folder: Path) -> str:
     return f"{told}, {differing} differ" if differing else told
 
 
-def _part(found: np.ndarray, shape: tuple[int, ...], rank: int) -> np.ndarray:
-    """Returns what a rank holds of a tensor that is cut evenly over ranks, along the dimension that is shorter."""
+def _part(found: np.ndarray, shape: tuple[int, ...], name: str, rank: int) -> np.ndarray:
+    """Returns what a rank holds of a tensor that is cut evenly over tensor-parallel ranks, which are the innermost.
+
+    DeepSpeed's AutoTP cuts each part of a fused tensor by itself.
+    """
     for axis, (whole, part) in enumerate(zip(found.shape, shape, strict=True)):
         if whole != part:
-            first = rank % -(-whole // part) * part  # tensor-parallel ranks are the innermost
-            found = np.take(found, range(first, min(first + part, whole)), axis=axis)
+            fused = 3 if "qkv" in name else 2 if "gate_up" in name else 1
+            ranks = -(-whole // part)
+            pieces = [np.array_split(one, ranks, axis)[rank % ranks] for one in np.array_split(found, fused, axis)]
+            found = np.concatenate(pieces, axis)
     return found
 
 
@@ -234,7 +239,8 @@ def read_rank_truth(folder: Path) -> Iterator[tuple[list[tuple[str, str]], np.nd
 
     Ranks of expert parallelism number their own experts from 0.
     """
-    for rank, file in enumerate(sorted(folder.glob("truth_rank*.npz"))):
+    for file in sorted(folder.glob("truth_rank*.npz")):
+        rank = int(file.stem.removeprefix("truth_rank"))
         with np.load(file) as arrays:
             experts = {int(match[2]) for name in arrays.files if (match := _EXPERT.fullmatch(name))}
             for name in arrays.files:
