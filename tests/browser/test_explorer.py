@@ -58,7 +58,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExplorerServer]
 def open_view(open_url: Opener, server: ExplorerServer) -> Open:
     def open_one(view: str, width: int = 1280, theme: str = "light", **options: Any) -> View:
         found = open_url(server.address + VIEWS.get(view, view), width, theme, **options)
-        expect(found.page.locator("h1")).to_be_visible(timeout=120_000)
+        expect(found.page.locator("h1")).to_be_visible()
         return found
 
     return open_one
@@ -67,12 +67,12 @@ def open_view(open_url: Opener, server: ExplorerServer) -> Open:
 def settled(view: str, page: Any) -> None:
     """Waits until a view has everything that it asks for, and asks for what is on demand."""
     if view == "start":
-        expect(page.get_by_text("…", exact=True)).to_have_count(0, timeout=120_000)
+        expect(page.get_by_text("…", exact=True)).to_have_count(0)
     elif view == "tensor":
         page.locator("#read").click()
-        expect(page.locator("svg.bars")).to_be_visible(timeout=120_000)
+        expect(page.locator("svg.bars")).to_be_visible()
     elif view == "diff":
-        expect(page.locator("#result")).to_be_visible(timeout=120_000)
+        expect(page.locator("#result")).to_be_visible()
     elif view in ("checkpoint", "broken"):
         expect(page.locator(".tensors tbody tr").first).to_be_visible()
 
@@ -149,7 +149,7 @@ def test_a_checkpoint_by_keyboard_only(open_view: Open) -> None:
     assert "in no piece" in page.locator("svg.parts").get_attribute("aria-label")
     tab_to("#read")
     press("Enter")
-    expect(page.locator("svg.bars")).to_be_visible(timeout=120_000)
+    expect(page.locator("svg.bars")).to_be_visible()
     expect(page.get_by_text("450 of 606 values could be read")).to_be_visible()
     tab_to("svg.bars")
     press("Home")
@@ -206,16 +206,16 @@ def test_what_deviates_most_comes_first(open_view: Open) -> None:
     expect(page.locator(".deviations tbody tr")).to_have_count(1)
     page.locator("#two").select_option("0")
     page.locator("#compare").click()
-    expect(page.locator("#result .word")).to_have_text("EQUAL", timeout=120_000)
+    expect(page.locator("#result .word")).to_have_text("EQUAL")
     page.locator("#two").select_option("1/gap")
     page.locator("#compare").click()
-    expect(page.locator(".finding h3").first).to_have_text("Part of a tensor is in no piece", timeout=120_000)
+    expect(page.locator(".finding h3").first).to_have_text("Part of a tensor is in no piece")
 
 
 def test_every_byte_is_read_on_demand(open_view: Open) -> None:
     page = open_view("checkpoint").page
     page.get_by_role("button", name="Read every byte").click()
-    expect(page.get_by_text("the files hold no evidence that decides")).to_be_visible(timeout=120_000)
+    expect(page.get_by_text("the files hold no evidence that decides")).to_be_visible()
 
 
 def test_ten_thousand_tensors_stay_fluid(open_view: Open) -> None:
@@ -263,13 +263,13 @@ def test_a_running_migration_is_followed_live(open_url: Opener, tmp_path: Path) 
         fcntl.flock(lock, fcntl.LOCK_EX)
         view = open_url(server.address)  # the only place there is: shown at once
         page = view.page
-        expect(page.locator(".word")).to_have_text("RUNNING", timeout=120_000)
+        expect(page.locator(".word")).to_have_text("RUNNING")
         expect(page.get_by_text("3 of 20 updates")).to_be_visible()
         assert page.locator(".now .line.candidate").get_attribute("d").startswith("M")
         trace.write_text("".join(lines[: updates[9]]))
-        expect(page.get_by_text("9 of 20 updates")).to_be_visible(timeout=120_000)
+        expect(page.get_by_text("9 of 20 updates")).to_be_visible()
         fcntl.flock(lock, fcntl.LOCK_UN)
-        expect(page.locator(".stages .interrupted")).to_have_count(1, timeout=120_000)
+        expect(page.locator(".stages .interrupted")).to_have_count(1)
         assert view.complaints == []
 
 
@@ -323,11 +323,11 @@ def test_real_checkpoints_whole_and_broken(open_url: Opener, name: str, word: st
     with serving([corpus(name)]) as server:
         view = open_url(server.address)
         page = view.page
-        expect(page.locator(".word")).to_have_text(word, timeout=120_000)
+        expect(page.locator(".word")).to_have_text(word)
         if code is not None:
             expect(page.locator(".finding.error code").first).to_have_text(code)
         page.locator(".tensors tbody a").first.click()
         expect(page.locator("svg.parts")).to_be_visible()
         page.locator("#read").click()
-        expect(page.locator(".histogram, main p:has-text('no finite value')").first).to_be_visible(timeout=120_000)
+        expect(page.locator(".histogram, main p:has-text('no finite value')").first).to_be_visible()
         assert view.complaints == []
